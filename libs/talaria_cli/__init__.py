@@ -1,0 +1,1 @@
+"""The `talaria` command. May import every part of ours."""

@@ -1,0 +1,303 @@
+"""talaria.toml: one file for every part, each key overridable as TALARIA_… (`TALARIA_ROUTER__TAU_S=2`).
+
+`load` is the only way in. A mistake becomes a `SettingsError` whose lines name the key, the value and what was expected.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from talaria_common.ids import check_model_name, check_name
+
+ENV_PREFIX = "TALARIA_"
+NESTING = "__"
+DEFAULT_FILE = "talaria.toml"
+_RESERVED_ENV = {"TALARIA_CONFIG", "TALARIA_CACHE", "TALARIA_LOG"}
+"""Read elsewhere: which file, where models are cached, how to log."""
+
+Name = Annotated[str, AfterValidator(lambda v: check_name(v))]
+ModelName = Annotated[str, AfterValidator(lambda v: check_model_name(v))]
+
+
+class SettingsError(ValueError):
+    """The configuration is wrong; `problems` has one line per mistake: key, value, what was expected."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ApiSettings(_Section):
+    """The HTTP edge."""
+
+    id: Name = "api-0"
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    early_headers_s: float = Field(3.0, gt=0, description="a stream's headers go out after this without a token")
+    keepalive_s: float = Field(5.0, gt=0, description="seconds between keep-alive comments of a waiting stream")
+    request_timeout_s: float = Field(600.0, gt=0, description="deadline of a call, unless it brings a shorter one")
+    route_timeout_s: float = Field(1.0, gt=0, description="wait for one answer of the router before asking again")
+    accept_timeout_s: float = Field(2.0, gt=0, description="wait for an instance to accept a body")
+    silence_s: float = Field(2.0, gt=0, description="without a batch for this long an instance is taken for dead")
+    max_attempts: int = Field(4, ge=1, description="placements tried for one call before its first token")
+    max_pending_frames: int = Field(4096, ge=16, description="frames a slow reader may leave unread before it is cut")
+
+
+class BusSettings(_Section):
+    """NATS."""
+
+    url: str = Field("nats://127.0.0.1:4222", description="server; `talaria up` starts one if nothing listens there")
+    user: str = ""
+    password: str = Field("", repr=False)
+    max_payload_bytes: int = Field(8 << 20, ge=1 << 16, le=64 << 20, description="of the embedded server")
+    events_max_age_s: float = Field(86400.0, gt=0)
+    events_max_bytes: int = Field(256 << 20, ge=1 << 20)
+
+
+class ApiKey(_Section):
+    """An API key, stored hashed (`talaria key NAME` makes one)."""
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="hex SHA-256 of the key")
+    tenant: Name
+
+
+class AuthSettings(_Section):
+    """No key: one open tenant, and the api binds to loopback only."""
+
+    keys: tuple[ApiKey, ...] = ()
+    open_tenant: Name = "local"
+
+
+class ModelSettings(_Section):
+    """A model of the catalog."""
+
+    source: Literal["path", "smollm2", "tiny-qwen3", "tiny-mla"] = Field(
+        "path", description="a directory with safetensors, or a recipe that makes one in the cache"
+    )
+    path: Path | None = Field(None, description="with source = path: a Hugging Face model directory")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    context_tokens: int | None = Field(None, ge=16, description="longest prompt + completion; default: the model's own")
+
+    @model_validator(mode="after")
+    def _path_given(self) -> ModelSettings:
+        if self.source == "path" and self.path is None:
+            raise ValueError("source = 'path' needs a path")
+        return self
+
+
+class SimSettings(_Section):
+    """The sim engine's device model, for load tests on the real bus."""
+
+    ttft_ms: float = Field(5.0, ge=0)
+    prefill_ms_per_ktoken: float = Field(0.0, ge=0)
+    decode_step_ms: float = Field(10.0, ge=0)
+    switch_ms: float = Field(50.0, ge=0)
+    kv_capacity_tokens: int = Field(1 << 20, ge=1024)
+    context_tokens: int = Field(1 << 18, ge=64)
+    max_running: int = Field(256, ge=1)
+
+
+class InstanceSettings(_Section):
+    """One inference instance: one GPU group."""
+
+    id: Name
+    pool: Literal["hot", "cold"] = "cold"
+    engine: Literal["sglang", "sim"] = "sglang"
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    models: tuple[ModelName, ...] = Field(min_length=1, description="models it serves, from [models]")
+    kv_tokens: int = Field(4096, ge=64, description="device KV rows per model")
+    buffer_mib: int | None = Field(None, ge=1, description="device buffer; default: just what weights and KV need")
+    page_size: int = Field(16, ge=1)
+    max_running: int = Field(8, ge=1, description="calls in one batch")
+    chunked_prefill_tokens: int = Field(1024, ge=64)
+    max_queued: int = Field(64, ge=1, description="waiting calls before it rejects with `overloaded`")
+    slot_ms: float = Field(2000.0, gt=0, description="a slot's length while other models wait")
+    drain_ms: float = Field(500.0, ge=0, description="decode after the slot's end, before what remains is retracted")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
+    seed: int = 0
+    sim: SimSettings = SimSettings()
+
+    @model_validator(mode="after")
+    def _hot_has_one(self) -> InstanceSettings:
+        if self.pool == "hot" and len(self.models) != 1:
+            raise ValueError(f"a hot instance pins exactly one model, not {len(self.models)}")
+        return self
+
+
+class RouterSettings(_Section):
+    """Placement (DESIGN 5)."""
+
+    id: Name = "router-0"
+    policy: str = "talaria"
+    tau_s: float = Field(1.0, ge=0, description="reservation timeout")
+    t_ttft_s: float = Field(10.0, gt=0)
+    gamma: float = Field(0.9, gt=0, lt=1)
+    t_tpot_ms: float = Field(100.0, gt=0)
+    overload: Literal["reject", "queue"] = "reject"
+    queue_max: int = Field(256, ge=1, description="calls that wait at the router with overload = queue")
+    session_idle_s: float = Field(3600.0, gt=0, description="a session's entry is forgotten after this")
+    mu_ms_per_gib: float = Field(2.0, ge=0)
+    nu_ms: float = Field(500.0, ge=0)
+    control_window_s: float = Field(10.0, gt=0)
+    admission_unit_ms: float | None = Field(None, ge=0, description="default: the model's EWMA of a return's prefill")
+
+
+class TelemetrySettings(_Section):
+    """The cluster view, events and metrics."""
+
+    id: Name = "telemetry-0"
+    full_every: int = Field(10, ge=1, description="heartbeats between full cluster views")
+
+
+class MeshSettings(_Section):
+    """What all parts share."""
+
+    heartbeat_s: float = Field(0.5, gt=0)
+    missed: int = Field(3, ge=1, description="heartbeats missed before a part is stale")
+    skew_tolerance_s: float = Field(2.0, ge=0, description="clock difference between hosts that deadlines forgive")
+    metrics_host: str = "127.0.0.1"
+    metrics_ports: dict[str, int] = Field(
+        default_factory=dict, description="part id -> port of its /metrics, /livez and /readyz; 0 or absent: none"
+    )
+
+
+class LogSettings(_Section):
+    """Logging."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "console", "json"] = "auto"
+
+
+class Settings(_Section):
+    """The whole of talaria.toml."""
+
+    api: ApiSettings = ApiSettings()
+    bus: BusSettings = BusSettings()
+    auth: AuthSettings = AuthSettings()
+    mesh: MeshSettings = MeshSettings()
+    router: RouterSettings = RouterSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    log: LogSettings = LogSettings()
+    models: dict[ModelName, ModelSettings] = Field(default_factory=dict)
+    instances: tuple[InstanceSettings, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        ids = [i.id for i in self.instances]
+        twice = sorted({i for i in ids if ids.count(i) > 1})
+        if twice:
+            raise ValueError(f"instances: id used twice: {', '.join(twice)}")
+        for instance in self.instances:
+            unknown = [m for m in instance.models if m not in self.models]
+            if unknown:
+                raise ValueError(f"instances.{instance.id}.models: {unknown[0]!r} is not in [models]")
+        if not self.auth.keys and self.api.host not in {"127.0.0.1", "localhost", "::1"}:
+            raise ValueError(f"api.host = {self.api.host!r} is not loopback and auth.keys is empty: set a key first")
+        return self
+
+    def instance(self, iid: str) -> InstanceSettings:
+        """The instance named `iid`. Raises SettingsError with the ids there are."""
+        for instance in self.instances:
+            if instance.id == iid:
+                return instance
+        raise SettingsError([f"instances: no instance {iid!r}; there are: {', '.join(i.id for i in self.instances)}"])
+
+
+def load(path: str | Path | None = None, env: dict[str, str] | None = None) -> Settings:
+    """Settings from `path` (default: $TALARIA_CONFIG, else ./talaria.toml) and TALARIA_… variables on top.
+
+    Lists of tables are addressed by id or position: `TALARIA_INSTANCES__COLD_0__KV_TOKENS=8192`.
+
+    Raises:
+        SettingsError: the file is missing, is not TOML, or a key is wrong.
+    """
+    env = dict(os.environ) if env is None else env
+    file = Path(path or env.get("TALARIA_CONFIG") or DEFAULT_FILE)
+    try:
+        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise SettingsError([f"{file}: no such file"]) from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise SettingsError([f"{file}: not valid TOML: {e}"]) from e
+    return parse(overlay(raw, env))
+
+
+def parse(raw: dict[str, Any]) -> Settings:
+    """Settings from plain data. Raises SettingsError."""
+    try:
+        return Settings.model_validate(raw)
+    except ValidationError as e:
+        raise SettingsError([_line(error) for error in e.errors()]) from e
+
+
+def _line(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "talaria.toml"
+    if error["type"] == "extra_forbidden":
+        return f"{key}: unknown key (value {error['input']!r})"
+    if error["type"] == "missing":
+        return f"{key}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(error["input"], dict) else f" = {error['input']!r}"
+    return f"{key}{shown}: {message}"
+
+
+def overlay(raw: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
+    """`raw` with TALARIA_… variables laid over it. Values are read as TOML, else as plain text."""
+    problems = []
+    for variable, text in sorted(env.items()):
+        if not variable.startswith(ENV_PREFIX) or variable in _RESERVED_ENV:
+            continue
+        parts = variable.removeprefix(ENV_PREFIX).lower().split(NESTING)
+        try:
+            _put(raw, parts, _value(text))
+        except KeyError as e:
+            problems.append(f"{variable} = {text!r}: {e.args[0]}")
+    if problems:
+        raise SettingsError(problems)
+    return raw
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _put(raw: dict[str, Any], parts: list[str], value: Any) -> None:
+    here: Any = raw
+    for depth, part in enumerate(parts[:-1]):
+        if isinstance(here, list):
+            here = _row(here, part)
+        else:
+            here = here.setdefault(_key(here, part), {})
+        if not isinstance(here, dict | list):
+            raise KeyError(f"{'.'.join(parts[: depth + 1])} is a value, not a section")
+    if isinstance(here, list):
+        raise KeyError(f"{'.'.join(parts[:-1])} is a list of tables: name one, then a key")
+    here[_key(here, parts[-1])] = value
+
+
+def _key(table: dict[str, Any], part: str) -> str:
+    """The table's own spelling of a variable's part: letter case and '-' are lost in the environment."""
+    return next((k for k in table if _fold(k) == part), part)
+
+
+def _row(rows: list[Any], part: str) -> dict[str, Any]:
+    for position, row in enumerate(rows):
+        if isinstance(row, dict) and (part == str(position) or _fold(str(row.get("id", ""))) == part):
+            return row
+    raise KeyError(f"no entry {part!r}; there are: {', '.join(str(r.get('id')) for r in rows)}")
+
+
+def _fold(key: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in key.lower())

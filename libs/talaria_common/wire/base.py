@@ -1,0 +1,48 @@
+"""Encoding and decoding, and the base of all wire structs."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+
+FORWARD_HEADER = "Talaria-Forward"
+"""Bus header that carries a `ForwardHead` beside the untouched HTTP body."""
+
+TRACE_HEADER = "traceparent"
+"""W3C trace context, on requests only: headers cost more than a token frame (GATEWAY)."""
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of all wire structs: frozen, named fields, defaults left out, unknown fields ignored."""
+
+
+class WireError(ValueError):
+    """A message that does not fit its schema."""
+
+
+T = TypeVar("T")
+_encoder = msgspec.json.Encoder()
+
+
+@cache
+def _decoder(cls: type[Any]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(cls)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """JSON bytes of a wire struct (ASCII-safe where its strings are: ids and names are)."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | str, cls: type[T]) -> T:
+    """The struct in `data`.
+
+    Raises:
+        WireError: `data` is not JSON or does not fit `cls`; the message names the field.
+    """
+    try:
+        return _decoder(cls).decode(data)  # type: ignore[no-any-return]
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise WireError(f"{cls.__name__}: {e}") from e

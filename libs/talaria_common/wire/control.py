@@ -1,0 +1,35 @@
+"""Control of instances, and events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from talaria_common.errors import ErrorInfo
+from talaria_common.wire.base import Wire
+
+
+class ControlRequest(Wire):
+    """To an instance: health, open, close (with `model`), drain or resume."""
+
+    model: str | None = None
+    deadline_ms: int = 0
+    """Absolute UTC ms; 0: none. A later command is refused (NATS delivers late after a reconnect)."""
+
+
+class ControlReply(Wire):
+    """What the instance made of it."""
+
+    ok: bool
+    iid: str
+    epoch: str
+    status: str = ""
+    error: ErrorInfo | None = None
+
+
+class Event(Wire):
+    """Something that happened. `data` is flat, documented per kind in docs/events.md."""
+
+    kind: str
+    source: str
+    at_ms: int
+    data: dict[str, Any] = {}

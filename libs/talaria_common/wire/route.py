@@ -1,0 +1,92 @@
+"""Asking for a place: api → router and back (DESIGN 4, steps 1 and 2)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from talaria_common.errors import ErrorInfo
+from talaria_common.wire.base import Wire
+
+SessionSource = Literal[
+    "header", "dynamo", "claude-code", "codex", "x-session", "litellm", "metadata", "prompt-cache-key", "prefix"
+]
+"""Where a session id came from; "prefix" (a hash of how the conversation begins) is the only low-confidence one."""
+
+RouteVia = Literal["lease", "cost", "retry", "policy"]
+"""Why an instance was chosen: a lease consumed, cost ranking, ranking after a failed attempt, another policy."""
+
+
+class RouteRequest(Wire):
+    """What the router may know of a call: facts, never the body or a token."""
+
+    rid: str
+    attempt: int = 0
+    tenant: str
+    session: str
+    """hash_id(tenant, session id): the client's own id stays at the api."""
+    session_source: SessionSource = "prefix"
+    parent_session: str | None = None
+    session_final: bool = False
+    """The client says that this is the session's last call: no lease is installed after it."""
+    model: str
+    api: str
+    """Name of the api that asks, where frames go."""
+    prompt_bytes: int
+    """Bytes of prompt text in the body; the router learns bytes per token per model."""
+    max_tokens: int | None = None
+    stream: bool = False
+    priority: int = 0
+    exclude: tuple[str, ...] = ()
+    """Instances that failed this call already."""
+    deadline_ms: int
+    """Absolute, UTC ms."""
+
+
+class Fence(Wire):
+    """Compared within its partition: an instance refuses a command whose owner revision or attempt is behind."""
+
+    partition: int
+    owner_rev: int
+    rid: str
+    attempt: int
+
+
+class Placement(Wire):
+    """Where the call goes. If it is not taken up by `accept_by_ms` it leaves the router's overlay."""
+
+    iid: str
+    fence: Fence
+    router: str
+    seq: int
+    """Number of this placement among those of (router, its epoch) on this instance, from 1: see `SeenPlacements`."""
+    router_epoch: str = ""
+    via: RouteVia = "cost"
+    accept_by_ms: int
+    deadline_ms: int
+    wait_ms: int = 0
+    """Predicted wait before the first token."""
+
+
+class Verdict(Wire):
+    """No placement: why, and when to come back. `not_owner`: ask again, the partition has moved."""
+
+    reason: Literal["overloaded", "no_instance", "unknown_model", "not_owner", "expired"]
+    error: ErrorInfo
+
+
+class RouteReply(Wire):
+    """Exactly one of the two."""
+
+    placement: Placement | None = None
+    verdict: Verdict | None = None
+
+
+class CandidateCost(Wire):
+    """One candidate's Eq. 1 terms, in ms, for decision events and `talaria explain`."""
+
+    iid: str
+    req_ms: float
+    kv_ms: float
+    act_ms: float
+    kv: Literal["device", "host", "missing"] = "missing"
+    total_ms: float

@@ -1,0 +1,96 @@
+"""What an instance says of itself, and what telemetry makes of all of them (3.3, 4.1; DESIGN 3)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from talaria_common.wire.base import Wire
+
+
+class ModelState(Wire):
+    """One model on one instance."""
+
+    name: str
+    state: Literal["active", "host", "loading", "cold", "failed"]
+    """active: its weights are in the device buffer; host: one switch away; cold: in the catalog, not loaded."""
+    context_tokens: int = 0
+    """Longest prompt + completion that this instance accepts for the model."""
+    kv_capacity_tokens: int = 0
+    kv_used_tokens: int = 0
+    queued: int = 0
+    running: int = 0
+    queued_tokens: int = 0
+    """Prompt tokens waiting for prefill."""
+    kv_epoch: int = 0
+    """Rises when this model's device KV is forgotten: older prefix handles are then missing."""
+    prefill_ms_per_token: float = 0.0
+    """EWMA; 0 while nothing was measured."""
+    decode_step_ms: float = 0.0
+    switch_ms: float = 0.0
+    """Measured time to make it active from host, EWMA."""
+    cached_sessions: int = 0
+
+
+class SeenPlacements(Wire):
+    """Placements of one router epoch that this snapshot counts: all of 1..upto except `missing`.
+
+    Exact, so that the router's overlay drops what the snapshot already holds and nothing else (DESIGN 3).
+    """
+
+    upto: int = 0
+    missing: tuple[int, ...] = ()
+
+
+class Snapshot(Wire):
+    """One instance at one moment. `version` rises by one within an epoch."""
+
+    iid: str
+    epoch: str
+    version: int
+    at_ms: int
+    pool: Literal["hot", "cold"]
+    status: Literal["starting", "ready", "draining", "failed"]
+    reason: str = ""
+    """Why it is not ready, for people."""
+    models: tuple[ModelState, ...] = ()
+    active_model: str | None = None
+    round_remaining_ms: float = 0.0
+    deadline_risk: int = 0
+    """Calls whose deadline will probably be missed."""
+    buffer_bytes: int = 0
+    kv_occupancy: float = 0.0
+    """Used share of the active model's device KV, 0..1."""
+    staging_free_bytes: int = 0
+    max_queued: int = 0
+    """Calls that it accepts before it rejects with `overloaded`."""
+    seen: dict[str, SeenPlacements] = {}
+    """By "router/router_epoch"."""
+    prefilled_tokens: int = 0
+    """Counted in the engine since its start; = prompt tokens - cached tokens of all calls."""
+    switches: int = 0
+    engine_restarts: int = 0
+
+
+class InstanceView(Wire):
+    """A snapshot as telemetry holds it."""
+
+    snapshot: Snapshot
+    age_ms: int
+    """Time since telemetry received it, by telemetry's clock."""
+    health: Literal["ok", "stale", "gone"]
+    gaps: int = 0
+    """Snapshot versions that never arrived, this epoch."""
+    restarts: int = 0
+    """Epochs seen after the first."""
+
+
+class ClusterView(Wire):
+    """The aggregated view. A delta carries the instances that changed; `full` carries all."""
+
+    telemetry: str
+    epoch: str
+    version: int
+    at_ms: int
+    full: bool = True
+    instances: tuple[InstanceView, ...] = ()
+    removed: tuple[str, ...] = ()

@@ -1,0 +1,199 @@
+"""The engine contract: what a model executor offers and owes (DESIGN 8).
+
+An `Engine` executes; it decides nothing about whose turn it is. The slot driver (`engine.driver`) asks the pure
+scheduler in `talaria_gpu.sched` which model is active and which waiting calls may prefill, and steps the engine. All
+calls come from one thread. Token ids only: text is handled in `talaria_gpu.text`, in another process.
+
+Two implementations: `engine.sglang` (real SGLang) and `engine.sim` (a device model on a clock).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+CacheSource = Literal["none", "device", "host"]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to pick tokens. Greedy when `temperature` is 0. `seed` makes sampling repeatable on one engine build."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logprobs: int | None = None
+    """Number of alternatives to report per token; None: no log probabilities."""
+
+
+class EngineCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One call, tokenised. `rid` is unique per (request, attempt) within the engine."""
+
+    rid: str
+    model: str
+    input_ids: list[int]
+    sampling: Sampling
+    session: str = ""
+    """Session key (hashed); "" when unknown."""
+    salt: str = ""
+    """Tenant salt: prefixes are shared only within one salt (a prefix timing leak across tenants otherwise)."""
+    is_continuation: bool = False
+    priority: int = 0
+    arrival: float = 0.0
+    """Seconds, the instance's clock."""
+    deadline: float = 0.0
+    """Seconds; 0: none. Past it the call is aborted with finish reason "deadline"."""
+
+
+class StepTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """New tokens of one call from one step.
+
+    `logprobs[i]` and `top[i]` ((token id, logprob) pairs) belong to `token_ids[i]`, when asked for.
+    """
+
+    rid: str
+    token_ids: list[int]
+    logprobs: list[float] = []
+    top: list[list[tuple[int, float]]] = []
+    cached_tokens: int = 0
+    """Prompt tokens that were not prefilled; meaningful from the first token on."""
+    cache_source: CacheSource = "none"
+    finished: Literal["", "stop", "length", "abort", "deadline", "error"] = ""
+    """stop: EOS or a stop token (which is not in `token_ids`); error: see `message`."""
+    message: str = ""
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step did. kind "idle": there was nothing to run."""
+
+    kind: Literal["prefill", "decode", "idle"]
+    tokens: list[StepTokens] = []
+    prefilled_tokens: int = 0
+    """Prompt tokens computed in this step, counted in the engine."""
+    batch: int = 0
+    """Calls in the step's batch."""
+    wall_ms: float = 0.0
+
+
+class SwitchTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One SWITCH_TIMING record of one rank (appendix D): five phases, path class and bytes."""
+
+    rank: int = 0
+    source: str = ""
+    target: str
+    path: Literal["none", "d2d", "partial", "h2d"] = "h2d"
+    phases_ms: tuple[float, float, float, float, float]
+    """save and teardown, open weights, KV shell, runtime and graphs, publish."""
+    total_ms: float
+    weight_bytes: int
+    d2d_bytes: int = 0
+    h2d_bytes: int = 0
+    retracted: int = 0
+    """Calls that were decoding when the slot ended and will be prefilled again."""
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A model as the engine holds it."""
+
+    name: str
+    context_tokens: int
+    kv_capacity_tokens: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    max_running: int
+    """Calls in one batch."""
+    eos_token_ids: tuple[int, ...] = ()
+    vocab_size: int = 0
+
+
+class ModelLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A model's load right now."""
+
+    waiting: int
+    running: int
+    waiting_tokens: int
+    kv_used_tokens: int
+    """Device rows held by running calls and by cached prefixes."""
+    kv_epoch: int
+    cached_sessions: int = 0
+
+
+class Engine(Protocol):
+    """Executor of several models over one device buffer. Not thread-safe: one caller."""
+
+    def models(self) -> dict[str, ModelInfo]:
+        """The open models by name."""
+        ...
+
+    @property
+    def active(self) -> str | None:
+        """The model whose weights are in the device buffer; None before the first switch."""
+        ...
+
+    def submit(self, call: EngineCall) -> None:
+        """Queue a call with its model, active or not.
+
+        Raises:
+            ContextLengthError: it can never fit; nothing was queued.
+            ModelNotFoundError: the model is not open.
+        """
+        ...
+
+    def abort(self, rid: str) -> bool:
+        """Drop a call, waiting, running or parked; frees its slot and KV by the end of the next step of its model.
+
+        The engine sends no further token of it. False if it is unknown (finished already: no error).
+        """
+        ...
+
+    def waiting(self, model: str) -> list[str]:
+        """Rids waiting for prefill, in arrival order; retracted calls stand first."""
+        ...
+
+    def step(self, admit: frozenset[str] | None) -> StepResult:
+        """One batch of the active model: a prefill of waiting calls in `admit` that fit (None: any), else one decode.
+
+        Never blocks longer than the batch runs.
+        """
+        ...
+
+    def has_unfinished(self, model: str) -> bool:
+        """Whether the model has calls waiting, running or parked."""
+        ...
+
+    def running(self, model: str) -> int:
+        """Calls of the model that hold device KV now."""
+        ...
+
+    def switch(self, model: str) -> SwitchTiming:
+        """Make `model` active. What still decodes on the outgoing model is retracted: it waits again, tokens kept.
+
+        The outgoing model's prefix tree is flushed and its kv_epoch rises. Device addresses are compared with those
+        at opening; a difference raises EngineError, and the engine must not be used any more.
+        """
+        ...
+
+    def load(self, model: str) -> ModelLoad:
+        """Current load of one model."""
+        ...
+
+    def check_idle(self) -> None:
+        """Assert, when nothing is unfinished, that no slot, row or lock has leaked.
+
+        Raises:
+            EngineError: names what leaked.
+        """
+        ...
+
+    def next_event_in(self) -> float | None:
+        """Seconds until `step` has something to do though it was idle (sim engine); None: nothing pending."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...

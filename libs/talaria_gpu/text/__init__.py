@@ -1,0 +1,1 @@
+"""Text to tokens and back: tokenizers, chat templates, incremental detokenising, stop strings. No torch."""

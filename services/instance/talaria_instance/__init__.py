@@ -1,0 +1,1 @@
+"""One inference instance: bus I/O and text in one process, the engine in its own."""

@@ -1,0 +1,1 @@
+"""What is true of the instances: collects, ages and republishes snapshots; metrics; the event stream."""
