@@ -20,8 +20,8 @@ DEFAULT_FILE = "talaria.toml"
 _RESERVED_ENV = {"TALARIA_CONFIG", "TALARIA_CACHE", "TALARIA_LOG"}
 """Read elsewhere: which file, where models are cached, how to log."""
 
-Name = Annotated[str, AfterValidator(lambda v: check_name(v))]
-ModelName = Annotated[str, AfterValidator(lambda v: check_model_name(v))]
+Name = Annotated[str, AfterValidator(check_name)]
+ModelName = Annotated[str, AfterValidator(check_model_name)]
 
 
 class SettingsError(ValueError):
@@ -276,10 +276,7 @@ def _value(text: str) -> Any:
 def _put(raw: dict[str, Any], parts: list[str], value: Any) -> None:
     here: Any = raw
     for depth, part in enumerate(parts[:-1]):
-        if isinstance(here, list):
-            here = _row(here, part)
-        else:
-            here = here.setdefault(_key(here, part), {})
+        here = _row(here, part) if isinstance(here, list) else here.setdefault(_key(here, part), {})
         if not isinstance(here, dict | list):
             raise KeyError(f"{'.'.join(parts[: depth + 1])} is a value, not a section")
     if isinstance(here, list):

@@ -13,7 +13,7 @@ CacheSource = Literal["none", "device", "host"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class ForwardHead(Wire):
+class ForwardHead(Wire, frozen=True, kw_only=True):
     """Travels in the bus header `Talaria-Forward`; the payload is the HTTP body, byte for byte."""
 
     placement: Placement
@@ -29,7 +29,7 @@ class ForwardHead(Wire):
     """The router has seen this session on this model before."""
 
 
-class ForwardReply(Wire):
+class ForwardReply(Wire, frozen=True, kw_only=True):
     """accepted, or rejected with the reason. A `retryable` rejection is placed elsewhere by the api."""
 
     accepted: bool
@@ -39,7 +39,7 @@ class ForwardReply(Wire):
     retryable: bool = False
 
 
-class Cancel(Wire):
+class Cancel(Wire, frozen=True, kw_only=True):
     """Stop (rid, attempt) at the next decode boundary and free its slot and KV. Unknown ids are ignored."""
 
     rid: str
@@ -47,7 +47,7 @@ class Cancel(Wire):
     reason: Literal["client_gone", "deadline", "superseded", "slow_client"] = "client_gone"
 
 
-class TokenLogprob(Wire):
+class TokenLogprob(Wire, frozen=True, kw_only=True):
     """One token with its log probability, OpenAI's shape."""
 
     token: str
@@ -56,7 +56,7 @@ class TokenLogprob(Wire):
     top: list[TokenLogprob] = []
 
 
-class Usage(Wire):
+class Usage(Wire, frozen=True, kw_only=True):
     """Token counts of a finished call."""
 
     prompt_tokens: int
@@ -65,7 +65,7 @@ class Usage(Wire):
     cache_source: CacheSource = "none"
 
 
-class Frame(Wire):
+class Frame(Wire, frozen=True, kw_only=True):
     """One step of one call. `seq` counts from 0 within (rid, attempt); a gap ends the stream with an error.
 
     kind "delta": `text` (may be empty while a character is incomplete) of `token_ids`.
@@ -90,7 +90,7 @@ class Frame(Wire):
     """In the first delta: for the header X-Talaria-Cache."""
 
 
-class TokenBatch(Wire):
+class TokenBatch(Wire, frozen=True, kw_only=True):
     """Everything one instance has for one api at one moment.
 
     `alive`, each heartbeat: the rids of this api that live here. A call that the api believes here and that is not in
@@ -103,7 +103,7 @@ class TokenBatch(Wire):
     alive: list[str] | None = None
 
 
-class Completion(Wire):
+class Completion(Wire, frozen=True, kw_only=True):
     """The completion hook: published once per accepted (rid, attempt) that ends, however it ends."""
 
     iid: str

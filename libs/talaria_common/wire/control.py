@@ -8,7 +8,7 @@ from talaria_common.errors import ErrorInfo
 from talaria_common.wire.base import Wire
 
 
-class ControlRequest(Wire):
+class ControlRequest(Wire, frozen=True, kw_only=True):
     """To an instance: health, open, close (with `model`), drain or resume."""
 
     model: str | None = None
@@ -16,7 +16,7 @@ class ControlRequest(Wire):
     """Absolute UTC ms; 0: none. A later command is refused (NATS delivers late after a reconnect)."""
 
 
-class ControlReply(Wire):
+class ControlReply(Wire, frozen=True, kw_only=True):
     """What the instance made of it."""
 
     ok: bool
@@ -26,7 +26,7 @@ class ControlReply(Wire):
     error: ErrorInfo | None = None
 
 
-class Event(Wire):
+class Event(Wire, frozen=True, kw_only=True):
     """Something that happened. `data` is flat, documented per kind in docs/events.md."""
 
     kind: str

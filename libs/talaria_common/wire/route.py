@@ -16,7 +16,7 @@ RouteVia = Literal["lease", "cost", "retry", "policy"]
 """Why an instance was chosen: a lease consumed, cost ranking, ranking after a failed attempt, another policy."""
 
 
-class RouteRequest(Wire):
+class RouteRequest(Wire, frozen=True, kw_only=True):
     """What the router may know of a call: facts, never the body or a token."""
 
     rid: str
@@ -42,7 +42,7 @@ class RouteRequest(Wire):
     """Absolute, UTC ms."""
 
 
-class Fence(Wire):
+class Fence(Wire, frozen=True, kw_only=True):
     """Compared within its partition: an instance refuses a command whose owner revision or attempt is behind."""
 
     partition: int
@@ -51,7 +51,7 @@ class Fence(Wire):
     attempt: int
 
 
-class Placement(Wire):
+class Placement(Wire, frozen=True, kw_only=True):
     """Where the call goes. If it is not taken up by `accept_by_ms` it leaves the router's overlay."""
 
     iid: str
@@ -67,21 +67,21 @@ class Placement(Wire):
     """Predicted wait before the first token."""
 
 
-class Verdict(Wire):
+class Verdict(Wire, frozen=True, kw_only=True):
     """No placement: why, and when to come back. `not_owner`: ask again, the partition has moved."""
 
     reason: Literal["overloaded", "no_instance", "unknown_model", "not_owner", "expired"]
     error: ErrorInfo
 
 
-class RouteReply(Wire):
+class RouteReply(Wire, frozen=True, kw_only=True):
     """Exactly one of the two."""
 
     placement: Placement | None = None
     verdict: Verdict | None = None
 
 
-class CandidateCost(Wire):
+class CandidateCost(Wire, frozen=True, kw_only=True):
     """One candidate's Eq. 1 terms, in ms, for decision events and `talaria explain`."""
 
     iid: str

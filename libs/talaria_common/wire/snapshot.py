@@ -7,7 +7,7 @@ from typing import Literal
 from talaria_common.wire.base import Wire
 
 
-class ModelState(Wire):
+class ModelState(Wire, frozen=True, kw_only=True):
     """One model on one instance."""
 
     name: str
@@ -31,7 +31,7 @@ class ModelState(Wire):
     cached_sessions: int = 0
 
 
-class SeenPlacements(Wire):
+class SeenPlacements(Wire, frozen=True, kw_only=True):
     """Placements of one router epoch that this snapshot counts: all of 1..upto except `missing`.
 
     Exact, so that the router's overlay drops what the snapshot already holds and nothing else (DESIGN 3).
@@ -41,7 +41,7 @@ class SeenPlacements(Wire):
     missing: tuple[int, ...] = ()
 
 
-class Snapshot(Wire):
+class Snapshot(Wire, frozen=True, kw_only=True):
     """One instance at one moment. `version` rises by one within an epoch."""
 
     iid: str
@@ -71,7 +71,7 @@ class Snapshot(Wire):
     engine_restarts: int = 0
 
 
-class InstanceView(Wire):
+class InstanceView(Wire, frozen=True, kw_only=True):
     """A snapshot as telemetry holds it."""
 
     snapshot: Snapshot
@@ -84,7 +84,7 @@ class InstanceView(Wire):
     """Epochs seen after the first."""
 
 
-class ClusterView(Wire):
+class ClusterView(Wire, frozen=True, kw_only=True):
     """The aggregated view. A delta carries the instances that changed; `full` carries all."""
 
     telemetry: str
