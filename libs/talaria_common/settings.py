@@ -1,6 +1,6 @@
 """talaria.toml: one file for every part, each key overridable as TALARIA_… (`TALARIA_ROUTER__TAU_S=2`).
 
-`load` is the only way in. A mistake becomes a `SettingsError` whose lines name the key, the value and what was expected.
+`load` is the only way in. A mistake becomes a `SettingsError`: one line per key, its value, what was expected.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -43,6 +43,6 @@ def decode(data: bytes | str, cls: type[T]) -> T:
         WireError: `data` is not JSON or does not fit `cls`; the message names the field.
     """
     try:
-        return _decoder(cls).decode(data)  # type: ignore[no-any-return]
+        return cast("T", _decoder(cast("Any", cls)).decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise WireError(f"{cls.__name__}: {e}") from e

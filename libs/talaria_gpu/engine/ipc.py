@@ -1,0 +1,166 @@
+"""Messages between an instance's I/O process and its engine process.
+
+One Unix stream socket; each message is a 4-byte little-endian length and a msgpack array tagged with its type. Both
+ends are of one installation, so there is no versioning here.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+from talaria_common.errors import ErrorInfo
+from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, StepResult, SwitchTiming
+
+
+class _Ipc(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Base: positional on the wire, tagged by class name."""
+
+
+# --- I/O process → engine process
+
+
+class Submit(_Ipc, frozen=True, kw_only=True):
+    """Queue a call; a refusal comes back as `Refused`."""
+
+    call: EngineCall
+
+
+class Abort(_Ipc, frozen=True, kw_only=True):
+    """Drop a call; unknown rids are ignored."""
+
+    rid: str
+
+
+class Stop(_Ipc, frozen=True, kw_only=True):
+    """Finish nothing more, release everything, exit 0."""
+
+
+Command = Submit | Abort | Stop
+
+
+# --- engine process → I/O process
+
+
+class Progress(_Ipc, frozen=True, kw_only=True):
+    """Start-up, for people: what it is doing now."""
+
+    message: str
+
+
+class Ready(_Ipc, frozen=True, kw_only=True):
+    """The engine serves from now on."""
+
+    models: list[ModelInfo]
+    buffer_bytes: int
+    pid: int
+
+
+class Refused(_Ipc, frozen=True, kw_only=True):
+    """The engine did not take a call."""
+
+    rid: str
+    error: ErrorInfo
+
+
+class Stepped(_Ipc, frozen=True, kw_only=True):
+    """One step's result; sent only when it produced tokens or finished a call."""
+
+    model: str
+    result: StepResult
+
+
+class Switched(_Ipc, frozen=True, kw_only=True):
+    """A model switch happened: one record per rank."""
+
+    timings: list[SwitchTiming]
+
+
+class SlotEnded(_Ipc, frozen=True, kw_only=True):
+    """A slot is over: a round event's raw material. wall = active + switch."""
+
+    model: str
+    wall_ms: float
+    active_ms: float
+    switch_ms: float
+    prefills: int
+    decodes: int
+    admitted: int
+    deferred: int
+    retracted: int
+    reason: str
+    """Why it ended: "drained", "budget" or "idle"."""
+
+
+class Status(_Ipc, frozen=True, kw_only=True):
+    """Load, sent on every heartbeat and after each switch."""
+
+    active: str | None
+    loads: dict[str, ModelLoad]
+    prefilled_tokens: int
+    switches: int
+    switch_ms: dict[str, float]
+    """EWMA of the measured switch to each model, ms."""
+    decode_step_ms: dict[str, float]
+    prefill_ms_per_token: dict[str, float]
+    slot_remaining_ms: float
+    idle_checked: int
+    """How often the engine's own leak checks have passed while idle."""
+
+
+class Fatal(_Ipc, frozen=True, kw_only=True):
+    """The engine cannot go on; the process exits non-zero after this."""
+
+    message: str
+
+
+Report = Progress | Ready | Refused | Stepped | Switched | SlotEnded | Status | Fatal
+
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(Command)
+_reports = msgspec.msgpack.Decoder(Report)
+
+
+def pack(message: Command | Report) -> bytes:
+    """A framed message."""
+    payload = _encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class _Unpacker:
+    """Bytes in, whole messages out."""
+
+    _decoder: msgspec.msgpack.Decoder[Any]
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The messages completed by `data`, in order."""
+        self._buffer += data
+        out: list[Any] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            out.append(self._decoder.decode(memoryview(self._buffer)[start + _LENGTH.size : end].tobytes()))
+            start = end
+        del self._buffer[:start]
+        return out
+
+
+class CommandUnpacker(_Unpacker):
+    """For the engine process."""
+
+    _decoder = _commands
+
+
+class ReportUnpacker(_Unpacker):
+    """For the I/O process."""
+
+    _decoder = _reports
