@@ -1,0 +1,209 @@
+"""A whole mesh as real processes on free ports: NATS, telemetry, router(s), api(s), instances.
+
+`Mesh` starts the very modules that `talaria up` starts, one process each, so that tests can kill them one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from talaria_common.bus import NatsBus
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@dataclass
+class Part:
+    """One process of the mesh."""
+
+    name: str
+    args: list[str]
+    env: dict[str, str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                self.args, env=self.env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def kill(self, sig: int = signal.SIGKILL) -> None:
+        assert self.process is not None
+        self.process.send_signal(sig)
+        if sig in (signal.SIGKILL, signal.SIGTERM):
+            self.process.wait(20)
+
+    def stop(self) -> int | None:
+        if self.process is None:
+            return None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(5)
+        return self.process.returncode
+
+
+@dataclass
+class Mesh:
+    """The parts by name: "nats", "telemetry-0", "router-0", "api-0", and the instances by their id."""
+
+    dir: Path
+    config: Path
+    parts: dict[str, Part]
+    nats_url: str
+    urls: list[str]
+    http: httpx.AsyncClient = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.http = httpx.AsyncClient(base_url=self.urls[0], timeout=httpx.Timeout(300, connect=5))
+
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
+    async def chat(self, model: str, messages: list[dict[str, str]], *, session: str = "", **body: Any) -> httpx.Response:
+        headers = {"X-Talaria-Session-ID": session} if session else {}
+        return await self.http.post(
+            "/v1/chat/completions", json={"model": model, "messages": messages, **body}, headers=headers
+        )
+
+    async def wait_ready(self, timeout_s: float = 120, url: str = "") -> None:
+        """Until /readyz is 200; the last reasons are in the error."""
+        deadline = time.monotonic() + timeout_s
+        said = "nothing answered"
+        while time.monotonic() < deadline:
+            for part in self.parts.values():
+                if part.process is not None and part.process.poll() not in (None, -9, -15):
+                    raise AssertionError(f"{part.name} exited with {part.process.returncode}:\n{self.tail(part.name)}")
+            with contextlib.suppress(httpx.HTTPError):
+                answer = await self.http.get((url or self.url) + "/readyz", timeout=2)
+                said = answer.text
+                if answer.status_code == 200:
+                    return
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"not ready after {timeout_s} s: {said}\n" + "\n".join(self.tail(p) for p in self.parts))
+
+    def tail(self, name: str, lines: int = 25) -> str:
+        text = self.parts[name].log.read_text(errors="replace").splitlines()[-lines:]
+        return f"--- {name}\n" + "\n".join(text)
+
+    async def bus(self) -> NatsBus:
+        return await NatsBus.connect(self.nats_url, name="test")
+
+    async def close(self) -> None:
+        await self.http.aclose()
+        order = [n for n in self.parts if n != "nats"][::-1] + ["nats"]
+        for name in order:
+            self.parts[name].stop()
+
+
+def toml(data: dict[str, Any]) -> str:
+    """A small TOML writer, enough for settings: tables, arrays of tables, scalars (JSON spells those the same)."""
+    out: list[str] = []
+
+    def table(prefix: str, content: dict[str, Any]) -> None:
+        if prefix:
+            out.append(f"[{prefix}]")
+        for k, v in content.items():
+            if not isinstance(v, dict) and not (isinstance(v, list) and v and isinstance(v[0], dict)):
+                out.append(f"{json.dumps(k)} = {json.dumps(v)}")
+        for k, v in content.items():
+            key = f"{prefix}.{json.dumps(k)}" if prefix else json.dumps(k)
+            if isinstance(v, dict):
+                table(key, v)
+            elif isinstance(v, list) and v and isinstance(v[0], dict):
+                for row in v:
+                    out.append(f"[[{key}]]")
+                    scalars = {a: b for a, b in row.items() if not isinstance(b, dict)}
+                    out.extend(f"{json.dumps(a)} = {json.dumps(b)}" for a, b in scalars.items())
+                    for a, b in row.items():
+                        if isinstance(b, dict):
+                            table(f"{key}.{json.dumps(a)}", b)
+
+    table("", data)
+    return "\n".join(out) + "\n"
+
+
+@contextlib.asynccontextmanager
+async def mesh(
+    directory: Path,
+    settings: dict[str, Any],
+    *,
+    apis: int = 1,
+    routers: int = 1,
+    ready_timeout_s: float = 120,
+) -> AsyncIterator[Mesh]:
+    """A running, ready mesh under `settings` (plain talaria.toml data); everything is stopped at the end."""
+    directory.mkdir(parents=True, exist_ok=True)
+    nats_port = free_port()
+    nats_url = f"nats://127.0.0.1:{nats_port}"
+    config = directory / "talaria.toml"
+    config.write_text(toml(settings))
+    nats_conf = directory / "nats.conf"
+    nats_conf.write_text(
+        f"listen: 127.0.0.1:{nats_port}\nmax_payload: 8388608\njetstream {{ store_dir: {json.dumps(str(directory / 'js'))} }}\n"
+    )
+    env = os.environ | {"TALARIA_BUS__URL": nats_url, "TALARIA_LOG": "", "PYTHONFAULTHANDLER": "1"}
+    env.pop("TALARIA_LOG")
+    python = sys.executable
+    server = str(Path(python).with_name("nats-server"))
+    parts: dict[str, Part] = {}
+    urls = []
+
+    def add(name: str, args: list[str], **extra: str) -> None:
+        parts[name] = Part(name, args, env | extra, directory / f"{name}.log")
+
+    add("nats", [server, "--config", str(nats_conf)])
+    add("telemetry-0", [python, "-m", "talaria_telemetry", "--config", str(config)])
+    for n in range(routers):
+        add(f"router-{n}", [python, "-m", "talaria_router", "--config", str(config)], TALARIA_ROUTER__ID=f"router-{n}")
+    for n in range(apis):
+        port = free_port()
+        urls.append(f"http://127.0.0.1:{port}")
+        add(
+            f"api-{n}",
+            [python, "-m", "talaria_api", "--config", str(config)],
+            TALARIA_API__PORT=str(port),
+            TALARIA_API__ID=f"api-{n}",
+        )
+    for row in settings["instances"]:
+        add(row["id"], [python, "-m", "talaria_instance", "--config", str(config), "--id", row["id"]])
+    it = Mesh(directory, config, parts, nats_url, urls)
+    try:
+        for part in parts.values():
+            part.start()
+        for url in urls:
+            await it.wait_ready(ready_timeout_s, url)
+        yield it
+    finally:
+        await it.close()
