@@ -1,0 +1,171 @@
+"""kill -9, SIGSTOP and restarts under load, on real processes with paced sim engines (DESIGN 10)."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.mesh.settings import sim
+from tests.support.load import Outcome, session, stream_chat
+from tests.support.mesh import Mesh, mesh
+
+pytestmark = [pytest.mark.chaos, pytest.mark.mesh, pytest.mark.timeout(150)]
+
+PACED = {"ttft_ms": 20.0, "decode_step_ms": 20.0, "switch_ms": 20.0}
+CALLS, SESSIONS, TOKENS = 4, 12, 25
+
+
+@pytest.fixture
+async def running(tmp_path: Path) -> AsyncIterator[Mesh]:
+    settings = sim(
+        {"id": "cold-0", "sim": PACED, "slot_ms": 300.0, "drain_ms": 50.0},
+        {"id": "cold-1", "sim": PACED, "slot_ms": 300.0, "drain_ms": 50.0},
+    )
+    async with mesh(tmp_path, settings, apis=2) as it:
+        yield it
+
+
+def load(http: httpx.AsyncClient, tag: str, **body: object) -> asyncio.Future[list[list[Outcome]]]:
+    return asyncio.gather(
+        *(
+            session(
+                http, f"{tag}-{n}", f"model-{'abc'[n % 3]}", calls=CALLS, first=f"task {n} " * 20, grow="tool says",
+                max_tokens=TOKENS, gap_s=0.05, **body,
+            )
+            for n in range(SESSIONS)
+        )
+    )
+
+
+async def under_way(it: Mesh, tag: str) -> None:
+    """Returns when streams of the load are flowing."""
+    bus = await it.bus()
+    flowing = asyncio.Event()
+    await bus.subscribe("talaria.v1.tokens.>", lambda m: flowing.set() if b'"delta"' in m.data else None)
+    await asyncio.wait_for(flowing.wait(), 20)
+    await bus.close()
+
+
+async def serves(it: Mesh, url: str = "") -> None:
+    """The system answers again by itself, every model."""
+    await it.wait_ready(40, url)
+    async with httpx.AsyncClient(base_url=url or it.url, timeout=60) as http:
+        for model in ("model-a", "model-b", "model-c"):
+            async with asyncio.timeout(40):
+                while (await stream_chat(http, model, [{"role": "user", "content": "again"}], session="x", max_tokens=3)).error:
+                    await asyncio.sleep(0.2)
+
+
+def errors(runs: list[list[Outcome]]) -> list[str]:
+    return [f"{c.session}/{c.call}: {c.error}" for calls in runs for c in calls if c.error]
+
+
+async def test_killed_telemetry_loses_no_call(running: Mesh) -> None:
+    work = load(running.http, "t")
+    await under_way(running, "t")
+    running.parts["telemetry-0"].kill()
+    assert errors(await work) == []
+    assert errors(await load(running.http, "t2")) == []  # also new sessions, with telemetry still away
+    running.parts["telemetry-0"].start()
+    await serves(running)
+
+
+async def test_killed_router_loses_no_call(running: Mesh) -> None:
+    work = load(running.http, "r")
+    await under_way(running, "r")
+    running.parts["router-0"].kill()
+    await asyncio.sleep(0.5)
+    running.parts["router-0"].start()
+    assert errors(await work) == []
+    await serves(running)
+
+
+async def test_killed_api_takes_only_its_own_clients(running: Mesh) -> None:
+    async with httpx.AsyncClient(base_url=running.urls[1], timeout=60) as other:
+        mine, theirs = load(running.http, "a"), load(other, "b")
+        await under_way(running, "a")
+        running.parts["api-1"].kill()
+        assert errors(await mine) == []
+        broken = [c for calls in await theirs for c in calls if c.error]
+        assert broken
+    running.parts["api-1"].start()
+    await serves(running, running.urls[1])
+
+
+async def test_killed_instance_breaks_only_streams_past_their_first_token(running: Mesh) -> None:
+    work = load(running.http, "i", )
+    await under_way(running, "i")
+    running.parts["cold-1"].kill()
+    runs = await work
+    for c in (c for calls in runs for c in calls):
+        assert c.done or c.started, f"{c.session}/{c.call} had no token yet and failed: {c.error}"
+    running.parts["cold-1"].start()
+    await serves(running)
+
+
+async def engine_pid(it: Mesh, iid: str) -> int:
+    import psutil
+
+    children = [p for p in psutil.Process(it.parts[iid].pid).children(recursive=True) if "talaria_gpu" in " ".join(p.cmdline())]
+    assert len(children) == 1, children
+    return children[0].pid
+
+
+async def test_killed_engine_breaks_only_streams_past_their_first_token(running: Mesh) -> None:
+    import os
+
+    work = load(running.http, "e")
+    await under_way(running, "e")
+    before = await engine_pid(running, "cold-0")
+    os.kill(before, signal.SIGKILL)
+    runs = await work
+    for c in (c for calls in runs for c in calls):
+        assert c.done or c.started, f"{c.session}/{c.call} had no token yet and failed: {c.error}"
+    await serves(running)
+    async with asyncio.timeout(20):
+        while await engine_pid(running, "cold-0") == before:
+            await asyncio.sleep(0.1)
+
+
+async def test_stopped_instance_is_left_alone_and_comes_back(running: Mesh) -> None:
+    work = load(running.http, "s")
+    await under_way(running, "s")
+    running.parts["cold-1"].kill(signal.SIGSTOP)
+    runs = await asyncio.wait_for(work, 90)
+    for c in (c for calls in runs for c in calls):
+        assert c.done or c.started, f"{c.session}/{c.call} had no token yet and failed: {c.error}"
+    running.parts["cold-1"].kill(signal.SIGCONT)
+    await serves(running)
+
+
+async def test_restarted_nats_is_found_again(running: Mesh) -> None:
+    work = load(running.http, "n")
+    await under_way(running, "n")
+    running.parts["nats"].kill()
+    await asyncio.sleep(0.3)
+    running.parts["nats"].start()
+    runs = await asyncio.wait_for(work, 90)  # nothing hangs; frames lost in the gap may break streams
+    for c in (c for calls in runs for c in calls):
+        assert c.done or c.error
+    await serves(running)
+    assert errors(await load(running.http, "n2")) == []
+
+
+async def test_client_that_leaves_frees_its_slot(running: Mesh) -> None:
+    bus = await running.bus()
+    ended: asyncio.Queue[bytes] = asyncio.Queue()
+    await bus.subscribe("talaria.v1.completion.*", lambda m: ended.put_nowait(m.data))
+    await bus.flush()
+    body = {"model": "model-a", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 2000}
+    async with running.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                break
+    data = await asyncio.wait_for(ended.get(), 5)  # 2000 tokens would take 40 s
+    await bus.close()
+    assert b'"ok":false' in data
