@@ -1,0 +1,142 @@
+"""The command line itself: options and help; each command's work is in a module of its own, imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="talaria",
+    help="Session-aware serving of many language models on few GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Work with talaria.toml.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="Configuration; default: $TALARIA_CONFIG, else ./talaria.toml.")
+]
+StateDir = Annotated[
+    Path, typer.Option("--state-dir", help="Where `talaria up` keeps its logs, run file and NATS store.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+BusUrl = Annotated[
+    str, typer.Option("--bus", help="NATS URL; default: the running `talaria up` of this directory, else [bus] url.")
+]
+STATE = Path(".talaria")
+
+
+@app.command()
+def up(
+    config: Config = None,
+    models_only: Annotated[bool, typer.Option("--models-only", help="Prepare the models, then stop.")] = False,
+    port: Annotated[int | None, typer.Option("--port", help="HTTP port of the api instead of [api] port.")] = None,
+    external_nats: Annotated[
+        bool, typer.Option("--external-nats", help="Use the server at [bus] url; start none.")
+    ] = False,
+    state_dir: StateDir = STATE,
+) -> None:
+    """Start everything that talaria.toml names on this machine and keep it running until Ctrl-C."""
+    from talaria_cli.up import UpOptions, run_up
+
+    raise SystemExit(run_up(UpOptions(config, models_only, port, external_nats, state_dir)))
+
+
+@app.command()
+def status(config: Config = None, bus: BusUrl = "", as_json: Json = False, state_dir: StateDir = STATE) -> None:
+    """Parts, instances, models, queues and the age of what is known. Exit code 1 unless all is ready."""
+    from talaria_cli.status import run_status
+
+    raise SystemExit(run_status(config, bus, state_dir, as_json))
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="Model; default: the first that /v1/models lists.")] = "",
+    message: Annotated[str, typer.Option("--message", "-m", help="Say this one thing and leave.")] = "",
+    system: Annotated[str, typer.Option("--system", help="A system message.")] = "",
+    url: Annotated[
+        str, typer.Option("--url", help="Where the api is; default: this directory's `up`, else port 8000.")
+    ] = "",
+    key: Annotated[str, typer.Option("--key", envvar="OPENAI_API_KEY", help="API key.", show_envvar=True)] = "",
+    session: Annotated[str, typer.Option("--session", help="Session id; default: a fresh one.")] = "",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.0,
+    state_dir: StateDir = STATE,
+) -> None:
+    """Talk to a model; one session, streamed, with the tokens that its cache saved."""
+    from talaria_cli.chat import ChatOptions, run_chat
+
+    options = ChatOptions(model, message, system, url, key, session, max_tokens, temperature, state_dir)
+    raise SystemExit(run_chat(options))
+
+
+@app.command()
+def tap(
+    kinds: Annotated[
+        str, typer.Option("--kinds", "-k", help="Comma-separated: route, forward, completion, snapshot, switch, …")
+    ] = "",
+    subject: Annotated[str, typer.Option("--subject", help="A raw NATS subject filter instead of kinds.")] = "",
+    config: Config = None,
+    bus: BusUrl = "",
+    as_json: Json = False,
+    state_dir: StateDir = STATE,
+) -> None:
+    """Watch what happens on the bus, live: routes, forwards, completions, snapshots, switches. Changes nothing."""
+    from talaria_cli.tap import run_tap
+
+    raise SystemExit(run_tap(kinds, subject, config, bus, state_dir, as_json))
+
+
+@config_app.command("check")
+def config_check(
+    file: Annotated[Path | None, typer.Argument(help="File; default: $TALARIA_CONFIG, else ./talaria.toml.")] = None,
+) -> None:
+    """Name every mistake in the configuration: key, value, what was expected. Exit code 1 if there is one."""
+    from talaria_cli.config_check import run_config_check
+
+    raise SystemExit(run_config_check(file))
+
+
+@app.command()
+def doctor(config: Config = None, as_json: Json = False, state_dir: StateDir = STATE) -> None:
+    """What this machine can and cannot do, and what to do about it. Exit code 1 if something necessary is missing."""
+    from talaria_cli.doctor import run_doctor
+
+    raise SystemExit(run_doctor(config, state_dir, as_json))
+
+
+@app.command()
+def key(tenant: Annotated[str, typer.Argument(metavar="NAME", help="The tenant that the key stands for.")]) -> None:
+    """Make an API key: print it once, with the lines for talaria.toml that let it in."""
+    from talaria_cli.key import run_key
+
+    raise SystemExit(run_key(tenant))
+
+
+@app.command()
+def version() -> None:
+    """Versions of Talaria and of what it runs on."""
+    from talaria_cli.version import run_version
+
+    raise SystemExit(run_version())
+
+
+def main() -> None:
+    """Console entry point."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `talaria tap | head`
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
