@@ -145,6 +145,7 @@ class RouterSettings(_Section):
     overload: Literal["reject", "queue"] = "reject"
     queue_max: int = Field(256, ge=1, description="calls that wait at the router with overload = queue")
     session_idle_s: float = Field(3600.0, gt=0, description="a session's entry is forgotten after this")
+    sessions_max: int = Field(1_000_000, ge=1, description="entries of the session table; the longest unused go first")
     mu_ms_per_gib: float = Field(2.0, ge=0)
     nu_ms: float = Field(500.0, ge=0)
     control_window_s: float = Field(10.0, gt=0)

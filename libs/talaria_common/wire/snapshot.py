@@ -29,6 +29,14 @@ class ModelState(Wire, frozen=True, kw_only=True):
     switch_ms: float = 0.0
     """Measured time to make it active from host, EWMA."""
     cached_sessions: int = 0
+    max_running: int = 0
+    """Calls in one batch; 0: unknown."""
+    weight_bytes: int = 0
+    """Added HBM footprint of a replica (Eq. 2); 0: unknown."""
+    open_ms: float = 0.0
+    """Measured time to make it active from cold, EWMA; 0 while nothing was measured."""
+    restore_ms_per_token: float = 0.0
+    """Measured time to restore KV from host, EWMA; 0 while nothing was measured."""
 
 
 class SeenPlacements(Wire, frozen=True, kw_only=True):

@@ -1,0 +1,38 @@
+"""When a snapshot replaces another and when an instance is stale: one rule for telemetry and routers (4.1).
+
+Ages are measured by the receiver's own clock, so that clocks which differ between hosts do no harm. The sender's
+`at_ms` is only compared with another `at_ms` of the same instance.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from talaria_common.wire.snapshot import Snapshot
+
+Health = Literal["ok", "stale", "gone"]
+
+GONE_FACTOR = 10
+"""An instance is gone, not just stale, after this many times the stale age."""
+
+
+def supersedes(new: Snapshot, old: Snapshot | None, *, old_is_stale: bool = False) -> bool:
+    """Whether `new` is to replace `old` of the same instance.
+
+    Within an epoch the higher version wins: duplicates and reordered messages lose. Across epochs the later `at_ms`
+    wins, so a delayed message of an earlier life does not return; but a stale `old` gives way to any other epoch, or an
+    instance whose clock was set back over its restart would be ignored until the clock had caught up.
+    """
+    if old is None:
+        return True
+    if new.epoch == old.epoch:
+        return new.version > old.version
+    return old_is_stale or new.at_ms > old.at_ms
+
+
+def health_of(age_s: float, heartbeat_s: float, missed: int) -> Health:
+    """Health by age: stale once more than `missed` heartbeats went by, gone after GONE_FACTOR times that."""
+    limit = heartbeat_s * missed
+    if age_s <= limit:
+        return "ok"
+    return "stale" if age_s <= limit * GONE_FACTOR else "gone"
