@@ -1,0 +1,89 @@
+"""One model's calls, and which of the waiting ones stand in front."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from talaria_gpu.sched.messages import Call
+
+
+class ModelQueue:
+    """The unfinished calls of one model: waiting (retracted ones first, then by arrival) and running."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Call] = {}
+        self.running: dict[str, Call] = {}
+        self._retracted: set[str] = set()
+        self._priorities: dict[int, int] = {}
+        """How many waiting calls there are of each priority: with one kind there is nothing to choose."""
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, call: Call) -> None:
+        """A new call waits."""
+        self.waiting[call.rid] = call
+        self._count(call, 1)
+
+    def remove(self, rid: str) -> None:
+        """Forget a call, wherever it is."""
+        if self.running.pop(rid, None) is None:
+            self._count(self.waiting.pop(rid), -1)
+            self._retracted.discard(rid)
+
+    def sync(self, waiting: Sequence[str]) -> int:
+        """Follow the engine: `waiting` are the calls that wait now; all others run. Returns how many started."""
+        still = set(waiting)
+        started = [rid for rid in self.waiting if rid not in still]
+        for rid in started:
+            call = self.waiting.pop(rid)
+            self._count(call, -1)
+            self._retracted.discard(rid)
+            self.running[rid] = call
+        self._retract([rid for rid in self.running if rid in still])
+        return len(started)
+
+    def retract_all(self) -> None:
+        """A switch: what ran waits again, in front."""
+        self._retract(list(self.running))
+
+    def never_started(self) -> int:
+        """Waiting calls that were not retracted."""
+        return len(self.waiting) - len(self._retracted)
+
+    def admissible(self, now: float, patience_ms: float) -> frozenset[str] | None:
+        """The waiting calls that may prefill next; None: all.
+
+        Higher priorities go first, as a class: the next class is admitted once this one runs. Retracted calls, and
+        calls that have waited for `patience_ms`, stand above every priority, so that none starves.
+        """
+        if len(self._priorities) <= 1:
+            return None
+        rank = {rid: self._rank(call, now, patience_ms) for rid, call in self.waiting.items()}
+        top = max(rank.values())
+        return frozenset(rid for rid, r in rank.items() if r == top)
+
+    def first(self, admit: frozenset[str] | None) -> str | None:
+        """The first in line among `admit`."""
+        return next((rid for rid in self.waiting if admit is None or rid in admit), None)
+
+    def _rank(self, call: Call, now: float, patience_ms: float) -> float:
+        overdue = (now - call.arrival) * 1000 >= patience_ms
+        return math.inf if overdue or call.rid in self._retracted else call.priority
+
+    def _retract(self, rids: list[str]) -> None:
+        if not rids:
+            return
+        back = {rid: self.running.pop(rid) for rid in rids}
+        for call in back.values():
+            self._count(call, 1)
+        self._retracted.update(back)
+        self.waiting = back | self.waiting
+
+    def _count(self, call: Call, by: int) -> None:
+        left = self._priorities.get(call.priority, 0) + by
+        if left:
+            self._priorities[call.priority] = left
+        else:
+            del self._priorities[call.priority]
