@@ -56,6 +56,8 @@ class Ready(_Ipc, frozen=True, kw_only=True):
     models: list[ModelInfo]
     buffer_bytes: int
     pid: int
+    paths: dict[str, str] = {}
+    """Model directory by name, for the I/O process's tokenizers; a model without one (sim) gets the byte tokenizer."""
 
 
 class Refused(_Ipc, frozen=True, kw_only=True):
