@@ -123,6 +123,9 @@ class InstanceSettings(_Section):
     slot_ms: float = Field(2000.0, gt=0, description="a slot's length while other models wait")
     drain_ms: float = Field(500.0, ge=0, description="decode after the slot's end, before what remains is retracted")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
+    engine_start_s: float = Field(900.0, gt=0, description="an engine silent for this long while it starts is killed")
+    engine_hang_s: float = Field(30.0, gt=0, description="a serving engine silent for this long is killed")
+    shutdown_s: float = Field(5.0, ge=0, description="time that running calls get to finish on SIGTERM")
     seed: int = 0
     sim: SimSettings = SimSettings()
 

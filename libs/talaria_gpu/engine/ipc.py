@@ -1,7 +1,9 @@
 """Messages between an instance's I/O process and its engine process.
 
 One Unix stream socket; each message is a 4-byte little-endian length and a msgpack array tagged with its type. Both
-ends are of one installation, so there is no versioning here.
+ends are of one installation, so there is no versioning here. The I/O process starts the other as
+`python -m talaria_gpu.engine.worker --config FILE --id IID --fd N`, N being the inherited end of a socket pair; the
+worker exits when that end is closed.
 """
 
 from __future__ import annotations
