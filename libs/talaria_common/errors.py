@@ -14,7 +14,9 @@
     │   └── InstanceLostError      502 instance_lost           an instance died under this call
     └── BusError                   503 bus_unavailable
         ├── BusTimeoutError        504 bus_timeout
-        └── NoRespondersError      503 no_responders
+        ├── NoRespondersError      503 no_responders
+        ├── BusNameError           500 bus_name                an illegal subject, queue, bucket or key: a bug of ours
+        └── RevisionError          503 kv_revision             a KV write lost its race
 
 Every error crosses the wire as an `ErrorInfo` (code, message, param) and is rebuilt from it by `from_info`.
 """
@@ -141,6 +143,18 @@ class NoRespondersError(BusError):
     """Nobody listens on the subject. Never the only sign of a death: a tap hides it (NATS trap 1)."""
 
     code = "no_responders"
+
+
+class BusNameError(BusError):
+    """A subject, queue, bucket or key that the bus does not take. Ids are hashed or checked before they come here."""
+
+    status, code = 500, "bus_name"
+
+
+class RevisionError(BusError):
+    """A KV write lost the race: the key's revision is not the expected one."""
+
+    code = "kv_revision"
 
 
 def _tree(cls: type[TalariaError]) -> list[type[TalariaError]]:

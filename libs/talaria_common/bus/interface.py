@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from talaria_common.errors import BusError
+from talaria_common.errors import RevisionError
+
+__all__ = [
+    "Bus",
+    "Handler",
+    "Headers",
+    "KvBucket",
+    "KvEntry",
+    "KvWatch",
+    "Message",
+    "RevisionError",
+    "Subscription",
+]
 
 Headers = Mapping[str, str]
 
@@ -25,12 +37,6 @@ Handler = Callable[[Message], None]
 A plain function on purpose: the client library runs one subscription's handler serially, so an awaiting handler would
 hold up every later message of its subject (NATS trap 3).
 """
-
-
-class RevisionError(BusError):
-    """A KV write lost the race: the key's revision is not the expected one."""
-
-    code = "kv_revision"
 
 
 class KvEntry(NamedTuple):
@@ -54,7 +60,11 @@ class KvWatch(Protocol):
 
 
 class KvBucket(Protocol):
-    """A key-value bucket. Keys: [-/_=.a-zA-Z0-9]; ids are hashed before they come here (NATS trap 5)."""
+    """A key-value bucket. Keys: [-/_=.a-zA-Z0-9]; ids are hashed before they come here (NATS trap 5).
+
+    All methods raise BusError at once while disconnected, BusNameError for an illegal key and ValueError for an empty
+    value (NATS cannot tell it from a marker). A BusTimeoutError leaves open whether the write was done: read again.
+    """
 
     async def get(self, key: str) -> KvEntry | None:
         """The entry, or None if there is none (deleted and expired markers count as none, NATS trap 4)."""
@@ -81,7 +91,7 @@ class KvBucket(Protocol):
         ...
 
     async def watch(self) -> KvWatch:
-        """Watch all keys."""
+        """Watch all keys. Changes of one key that the reader was too slow for collapse into the last one."""
         ...
 
 
