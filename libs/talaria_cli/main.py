@@ -56,7 +56,7 @@ def status(config: Config = None, bus: BusUrl = "", as_json: Json = False, state
 
 
 @app.command()
-def chat(
+def chat(  # noqa: PLR0917 - typer makes each argument an option
     model: Annotated[str, typer.Argument(help="Model; default: the first that /v1/models lists.")] = "",
     message: Annotated[str, typer.Option("--message", "-m", help="Say this one thing and leave.")] = "",
     system: Annotated[str, typer.Option("--system", help="A system message.")] = "",
@@ -77,7 +77,7 @@ def chat(
 
 
 @app.command()
-def tap(
+def tap(  # noqa: PLR0917 - typer makes each argument an option
     kinds: Annotated[
         str, typer.Option("--kinds", "-k", help="Comma-separated: route, forward, completion, snapshot, switch, …")
     ] = "",
