@@ -1,0 +1,131 @@
+"""The trace format: JSON lines, one model call each, plain or gzipped.
+
+    {"session": "astropy-12907", "call": 1, "model": "m", "prompt_tokens": 5614, "completion_tokens": 500,
+     "reusable_tokens": 1768, "gap_s": 0.41, "gap_source": "synthetic"}
+
+`reusable_tokens` is the longest common prefix, in tokens, of this prompt with the previous prompt plus its completion
+(appendix A); 0 for a session's first call. `gap_s` is the wall-clock time from the previous response to this enqueue,
+tool and agent together. A call may carry its text (`messages`); otherwise a replay makes a prompt of the right length
+and prefix relation from `seed`. Calls of one session are in order; sessions may interleave.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+import msgspec
+
+GapSource = Literal["recorded", "synthetic", "none"]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One model call of one agent session. Counts in tokens, times in seconds."""
+
+    session: str
+    call: int
+    model: str
+    prompt_tokens: int
+    completion_tokens: int
+    reusable_tokens: int = 0
+    gap_s: float | None = None
+    gap_source: GapSource = "none"
+    parent: str | None = None
+    """The session that started this one as a sub-agent."""
+    messages: list[dict[str, Any]] | None = None
+    """The prompt as chat messages, when the text was kept."""
+    seed: int | None = None
+
+
+class TraceError(ValueError):
+    """The trace is wrong; `problems` has a line each, beginning with the line number."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+_decoder = msgspec.json.Decoder(Call)
+_encoder = msgspec.json.Encoder()
+MAX_PROBLEMS = 100
+
+
+def read(path: Path) -> list[Call]:
+    """The calls of a valid trace, in file order.
+
+    Raises:
+        TraceError: with every problem found, up to 100, each with its line number.
+    """
+    calls: list[Call] = []
+    problems: list[str] = []
+    checker = _Checker()
+    with _open(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                call = _decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as e:
+                problems.append(f"line {number}: {e}")
+            else:
+                problems += [f"line {number}: {p}" for p in checker.check(call)]
+                calls.append(call)
+            if len(problems) >= MAX_PROBLEMS:
+                problems.append("… and perhaps more: stopped after 100 problems")
+                break
+    if not calls and not problems:
+        problems.append("line 1: the trace is empty")
+    if problems:
+        raise TraceError(problems)
+    return calls
+
+
+def write(path: Path, calls: Iterable[Call]) -> int:
+    """Write a trace (gzipped if the name ends in .gz); returns the number of calls."""
+    count = 0
+    opened = gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")
+    with cast("IO[bytes]", opened) as out:
+        for call in calls:
+            out.write(_encoder.encode(call) + b"\n")
+            count += 1
+    return count
+
+
+def sessions(calls: Iterable[Call]) -> dict[str, list[Call]]:
+    """The calls by session, sessions in order of first appearance."""
+    out: dict[str, list[Call]] = {}
+    for call in calls:
+        out.setdefault(call.session, []).append(call)
+    return out
+
+
+class _Checker:
+    """Rules that need more than one line."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Call] = {}
+
+    def check(self, call: Call) -> Iterator[str]:
+        before = self._last.get(call.session)
+        expected = 0 if before is None else before.call + 1
+        if call.call != expected:
+            yield f"session {call.session!r}: call {call.call}, expected {expected}"
+        if call.prompt_tokens < 1 or call.completion_tokens < 0:
+            yield f"prompt_tokens {call.prompt_tokens} must be >= 1 and completion_tokens {call.completion_tokens} >= 0"
+        if not 0 <= call.reusable_tokens <= call.prompt_tokens:
+            yield f"reusable_tokens {call.reusable_tokens} is not in 0..prompt_tokens ({call.prompt_tokens})"
+        if before is None and call.reusable_tokens:
+            yield f"reusable_tokens {call.reusable_tokens} on a session's first call"
+        if before is not None and call.reusable_tokens > before.prompt_tokens + before.completion_tokens:
+            yield f"reusable_tokens {call.reusable_tokens} exceeds the previous prompt and completion together"
+        if call.gap_s is not None and not 0 <= call.gap_s < float("inf"):
+            yield f"gap_s {call.gap_s} must be >= 0"
+        if (call.gap_s is None) != (call.gap_source == "none"):
+            yield f"gap_s {call.gap_s} with gap_source {call.gap_source!r}"
+        self._last[call.session] = call
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
