@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from talaria_replay.trace import Call, TraceError
 
 CHARS_PER_TOKEN = 4.0
@@ -18,8 +20,7 @@ Count = Callable[[str], int]
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of a JSON-lines file, plain or gzipped. Raises TraceError on a line that is no object."""
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as lines:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -138,8 +139,6 @@ def _text(message: dict[str, Any]) -> str:
 
 def with_gaps(calls: Iterable[Call], draw: Callable[[], float]) -> Iterator[Call]:
     """The calls, those without a gap given a synthetic one (first calls keep none)."""
-    import msgspec
-
     for call in calls:
         if call.call and call.gap_s is None:
             yield msgspec.structs.replace(call, gap_s=draw(), gap_source="synthetic")

@@ -2,7 +2,7 @@
 
 Three shapes, each a handful of quantiles with its source:
 
-- "paper": depth, gap and prompt length as PAPER Figure 2 publishes them (445 SWE-Bench Verified sessions): depth p50 11,
+- "paper": depth, gap and prompt length as the paper's Figure 2 has them (445 SWE-Bench Verified sessions): depth p50 11,
   p95 49, max 187; gap p50 0.39 s, p95 1.32 s; prompt p50 25K, p95 105K tokens; 96.8% of continuations reuse more than
   half. First prompt and growth are not published: they are chosen here so that the prompt quantiles come out.
 - "mini-swe-agent": quantiles derived from 500 sessions of mini-swe-agent on SWE-bench Verified with Gemini 3 Pro
@@ -50,42 +50,38 @@ class Shape:
     forget: float = 0.0
 
 
-def _table(*points: tuple[float, float]) -> QuantileTable:
-    return QuantileTable(points)
+def _table(points: str) -> QuantileTable:
+    """ "percent:value …" as a table."""
+    pairs = (point.split(":") for point in points.split())
+    return QuantileTable([(float(percent), float(value)) for percent, value in pairs])
 
 
 SHAPES: dict[str, Shape] = {
     "paper": Shape(
-        depth=_table((0, 2), (5, 4), (25, 7), (50, 11), (75, 21), (95, 49), (99, 90), (100, 187)),
-        first=_table((0, 6000), (5, 8000), (50, 14000), (95, 32000), (100, 60000)),
-        growth=_table((0, 60), (5, 90), (25, 220), (50, 450), (75, 1100), (95, 4500), (99, 12000), (100, 25000)),
-        completion=_table((0, 20), (5, 60), (25, 110), (50, 180), (75, 350), (95, 1100), (100, 8000)),
+        depth=_table("0:2 5:4 25:7 50:11 75:21 95:49 99:90 100:187"),
+        first=_table("0:6000 5:8000 50:14000 95:32000 100:60000"),
+        growth=_table("0:60 5:90 25:220 50:450 75:1100 95:4500 99:12000 100:25000"),
+        completion=_table("0:20 5:60 25:110 50:180 75:350 95:1100 100:8000"),
         spread=0.85,
         forget=0.032,
     ),
     "mini-swe-agent": Shape(
-        depth=_table((0, 14), (5, 20), (10, 22), (25, 27), (50, 36), (75, 46), (90, 66), (95, 83), (99, 115), (100, 145)),
-        first=_table((0, 1300), (5, 1364), (25, 1482), (50, 1647), (75, 1961), (95, 2864), (99, 4500), (100, 10427)),
-        growth=_table(
-            (0, 0), (5, 0), (10, 17), (25, 19), (50, 91), (75, 287), (90, 757), (95, 1395), (99, 3416), (99.9, 4270), (100, 14847)
-        ),
-        completion=_table(
-            (0, 16), (5, 23), (25, 43), (50, 89), (75, 282), (90, 681), (95, 1038), (99, 2425), (99.9, 6016), (100, 14148)
-        ),
+        depth=_table("0:14 5:20 10:22 25:27 50:36 75:46 90:66 95:83 99:115 100:145"),
+        first=_table("0:1300 5:1364 25:1482 50:1647 75:1961 95:2864 99:4500 100:10427"),
+        growth=_table("0:0 5:0 10:17 25:19 50:91 75:287 90:757 95:1395 99:3416 99.9:4270 100:14847"),
+        completion=_table("0:16 5:23 25:43 50:89 75:282 90:681 95:1038 99:2425 99.9:6016 100:14148"),
         damp=0.25,
     ),
     "claude-code": Shape(
-        depth=_table((0, 2), (5, 4), (10, 7), (25, 18), (50, 44), (75, 90), (90, 149), (95, 210), (99, 342), (100, 514)),
-        first=_table((0, 8000), (5, 13021), (25, 18587), (50, 24236), (75, 90000), (90, 120000), (95, 180000), (100, 400000)),
-        growth=_table((0, 60), (5, 90), (10, 120), (25, 200), (50, 450), (75, 1200), (90, 2900), (95, 5200), (99, 12000), (100, 40000)),
-        completion=_table(
-            (0, 20), (5, 88), (25, 138), (50, 217), (75, 429), (90, 894), (95, 1528), (99, 3680), (99.9, 8216), (100, 18195)
-        ),
+        depth=_table("0:2 5:4 10:7 25:18 50:44 75:90 90:149 95:210 99:342 100:514"),
+        first=_table("0:8000 5:13021 25:18587 50:24236 75:90000 90:120000 95:180000 100:400000"),
+        growth=_table("0:60 5:90 10:120 25:200 50:450 75:1200 90:2900 95:5200 99:12000 100:40000"),
+        completion=_table("0:20 5:88 25:138 50:217 75:429 90:894 95:1528 99:3680 99.9:8216 100:18195"),
         spread=0.3,
         damp=0.5,
         forget=0.0085,
     ),
-}  # fmt: skip
+}
 
 
 def gap(rng: random.Random) -> float:

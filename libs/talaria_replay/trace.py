@@ -85,8 +85,7 @@ def read(path: Path) -> list[Call]:
 def write(path: Path, calls: Iterable[Call]) -> int:
     """Write a trace (gzipped if the name ends in .gz); returns the number of calls."""
     count = 0
-    opened = gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")
-    with cast("IO[bytes]", opened) as out:
+    with cast("IO[bytes]", gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")) as out:
         for call in calls:
             out.write(_encoder.encode(call) + b"\n")
             count += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_any_generated_trace_is_valid_and_repeatable(
 ) -> None:
     make = lambda: list(
         generate(shape, sessions=count, models=["a", "b"], seed=seed, max_calls=30, max_context_tokens=limit)
-    )  # noqa: E731
+    )
     calls = make()
     assert calls == make()
     file = tmp_path_factory.mktemp("t") / "t.jsonl"
@@ -55,15 +56,16 @@ def test_any_generated_trace_is_valid_and_repeatable(
 
 
 @pytest.mark.parametrize(
-    ("shape", "file", "convert", "tolerance"),
+    ("shape", "file", "convert"),
     [
-        ("mini-swe-agent", "swebench_verified.calls.jsonl.gz", swebench_calls, 0.15),
-        ("claude-code", "claude_code.calls.jsonl.gz", claude_code_calls, 0.45),
+        ("mini-swe-agent", "swebench_verified.calls.jsonl.gz", swebench_calls),
+        ("claude-code", "claude_code.calls.jsonl.gz", claude_code_calls),
     ],
 )
 def test_shapes_against_the_real_traces(
     traces: Path, tmp_path: Path, shape: str, file: str, convert, tolerance: float
 ) -> None:
+    tolerance = {"mini-swe-agent": 0.15, "claude-code": 0.45}[shape]
     real = [c for c in convert(traces / file) if c.parent is None]
     write(tmp_path / "real.jsonl.gz", convert(traces / file))
     assert len(read(tmp_path / "real.jsonl.gz")) >= len(real)  # the converter's output is a valid trace
@@ -81,7 +83,7 @@ def test_messages_become_calls(traces: Path) -> None:
     by_session = sessions(calls)
     assert len(by_session) == 200
     for session in by_session.values():
-        for a, b in zip(session, session[1:], strict=False):
+        for a, b in pairwise(session):
             assert a.messages is not None
             assert b.messages is not None
             assert b.messages[: len(a.messages)] == a.messages
