@@ -43,9 +43,11 @@ def test_paper_shape_has_the_published_quantiles() -> None:
 def test_any_generated_trace_is_valid_and_repeatable(
     tmp_path_factory: pytest.TempPathFactory, shape: str, seed: int, count: int, limit: int | None
 ) -> None:
-    make = lambda: list(
-        generate(shape, sessions=count, models=["a", "b"], seed=seed, max_calls=30, max_context_tokens=limit)
-    )
+    def make() -> list[Call]:
+        return list(
+            generate(shape, sessions=count, models=["a", "b"], seed=seed, max_calls=30, max_context_tokens=limit)
+        )
+
     calls = make()
     assert calls == make()
     file = tmp_path_factory.mktemp("t") / "t.jsonl"
@@ -62,9 +64,7 @@ def test_any_generated_trace_is_valid_and_repeatable(
         ("claude-code", "claude_code.calls.jsonl.gz", claude_code_calls),
     ],
 )
-def test_shapes_against_the_real_traces(
-    traces: Path, tmp_path: Path, shape: str, file: str, convert, tolerance: float
-) -> None:
+def test_shapes_against_the_real_traces(traces: Path, tmp_path: Path, shape: str, file: str, convert) -> None:
     tolerance = {"mini-swe-agent": 0.15, "claude-code": 0.45}[shape]
     real = [c for c in convert(traces / file) if c.parent is None]
     write(tmp_path / "real.jsonl.gz", convert(traces / file))
