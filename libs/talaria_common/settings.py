@@ -104,6 +104,8 @@ class SimSettings(_Section):
     kv_capacity_tokens: int = Field(1 << 20, ge=1024)
     context_tokens: int = Field(1 << 18, ge=64)
     max_running: int = Field(256, ge=1)
+    weight_mib: int = Field(256, ge=1, description="weights of each model, as reported")
+    kv_bytes_per_token: int = Field(1024, ge=1, description="as reported")
 
 
 class InstanceSettings(_Section):

@@ -3,8 +3,8 @@
 Three shapes, each a handful of quantiles with its source:
 
 - "paper": depth, gap and prompt length as the paper's Figure 2 has them (445 SWE-Bench Verified sessions): depth p50
-  11, p95 49, max 187; gap p50 0.39 s, p95 1.32 s; prompt p50 25K, p95 105K tokens; 96.8% of continuations reuse more than
-  half. First prompt and growth are not published: they are chosen here so that the prompt quantiles come out.
+  11, p95 49, max 187; gap p50 0.39 s, p95 1.32 s; prompt p50 25K, p95 105K tokens; 96.8% of continuations reuse more
+  than half. First prompt and growth are not published: they are chosen here so that the prompt quantiles come out.
 - "mini-swe-agent": quantiles derived from 500 sessions of mini-swe-agent on SWE-bench Verified with Gemini 3 Pro
   (gruckion/mini-swe-agent @ d12a71a, MIT).
 - "claude-code": quantiles derived from 692 Claude Code sessions (callanjfox/kv-cache-tester @ 94f6046, Apache-2.0).

@@ -75,6 +75,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens: list[StepTokens] = []
     prefilled_tokens: int = 0
     """Prompt tokens computed in this step, counted in the engine."""
+    recomputed_tokens: int = 0
+    """Tokens of retracted calls computed once more; not in `prefilled_tokens`."""
     batch: int = 0
     """Calls in the step's batch."""
     wall_ms: float = 0.0

@@ -31,7 +31,7 @@ class Submit(_Ipc, frozen=True, kw_only=True):
 
 
 class Abort(_Ipc, frozen=True, kw_only=True):
-    """Drop a call; unknown rids are ignored."""
+    """Drop a call; unknown rids are ignored. A known one is confirmed by a `Stepped` that finishes it with "abort"."""
 
     rid: str
 
@@ -70,7 +70,10 @@ class Refused(_Ipc, frozen=True, kw_only=True):
 
 
 class Stepped(_Ipc, frozen=True, kw_only=True):
-    """One step's result; sent only when it produced tokens or finished a call."""
+    """One step's result; sent only when it produced tokens or finished a call.
+
+    An aborted call, or one past its deadline, is finished by a result of kind "idle" that holds no token.
+    """
 
     model: str
     result: StepResult
@@ -95,7 +98,10 @@ class SlotEnded(_Ipc, frozen=True, kw_only=True):
     deferred: int
     retracted: int
     reason: str
-    """Why it ended: "drained", "budget" or "idle"."""
+    """Why it ended, now that another model waits.
+
+    idle: the model had no work left; drained: all that ran finished in Dfin; budget: what still ran was retracted.
+    """
 
 
 class Status(_Ipc, frozen=True, kw_only=True):

@@ -124,6 +124,7 @@ class AbortCall:
     """Drop the call; the scheduler has forgotten it already."""
 
     rid: str
+    model: str
     reason: Literal["deadline"]
 
 

@@ -122,14 +122,14 @@ class SlotScheduler:
         """The open slot's phase."""
         return self._slot.phase if self._slot else None
 
-    def knows(self, rid: str) -> bool:
-        """Whether the call is unfinished."""
-        return rid in self._model_of
+    def model_of(self, rid: str) -> str | None:
+        """The model of an unfinished call; None: it is finished or was never here."""
+        return self._model_of.get(rid)
 
     @property
-    def unfinished(self) -> int:
-        """Calls waiting or running, of all models."""
-        return len(self._model_of)
+    def resting(self) -> bool:
+        """No call is unfinished and the engine has nothing to release: `Turn` would ask for nothing."""
+        return not self._model_of and not (self._slot and self._slot.unsettled)
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of an unfinished call, seconds."""
@@ -226,9 +226,10 @@ class SlotScheduler:
         effects: list[Effect] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, rid = heapq.heappop(self._deadlines)
-            if rid in self._model_of:
+            model = self._model_of.get(rid)
+            if model is not None:
                 self._forget(now, rid, dropped=True)
-                effects.append(AbortCall(rid, "deadline"))
+                effects.append(AbortCall(rid, model, "deadline"))
         return effects
 
     # --- what it decides
