@@ -1,0 +1,94 @@
+"""Which candidates may take a call: the round, queue and HBM checks of 3.3, Eq. 2, and when to come back if none may.
+
+Reasons, in the order of the checks (docs/events-router.md):
+
+    excluded   failed this call before             stale, gone      by health
+    starting, draining, failed                     by the instance's own status
+    failed_model   the model failed to load there  context          too long for its KV or context
+    queue      the instance would reject it        round            gamma·T_TTFT would be passed (Eq. 5)
+    replica    a fresh replica is not worth it (Eq. 2)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from talaria_common.wire import ModelState, Snapshot
+from talaria_router.cluster import Instance
+from talaria_router.config import RouterConfig
+from talaria_router.cost import Call, Candidate
+
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+_GIB = float(1 << 30)
+_MAX_PRESSURE = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the router observed of one model, for Eq. 2."""
+
+    arrivals_per_s: float = 0.0
+    reserved_returns: int = 0
+
+
+def check(call: Call, candidate: Candidate, instance: Instance, model: ModelState, config: RouterConfig) -> str:
+    """Why `candidate` must not take the call, "" if it may. Health and exclusion were checked before."""
+    if too_long(call, model):
+        return "context"
+    limit = instance.snapshot.max_queued
+    if limit and candidate.queued >= limit:
+        return "queue"
+    # Half of the budget at most is kept for its own prefill: a prompt that is too long for the target even on an idle
+    # instance is served late rather than never.
+    own = min(candidate.own_ms, config.budget_ms / 2)
+    if candidate.wait_ms > config.budget_ms - own:
+        return "round"
+    return ""
+
+
+def too_long(call: Call, model: ModelState) -> bool:
+    """HBM: prompt and completion can never fit the model's KV pool or context there. An estimate, not a proof."""
+    need = call.prompt_tokens + 1
+    return bool(
+        (model.kv_capacity_tokens and need > model.kv_capacity_tokens)
+        or (model.context_tokens and need > model.context_tokens)
+    )
+
+
+def replica_gain_ms(demand: Demand, best_wait_ms: float | None, own_wait_ms: float, config: RouterConfig) -> float:
+    """Eq. 2's left side: queued or spilled demand that a replica would take off over the control window, in ms.
+
+    `best_wait_ms` is the shortest wait where the model is held already and admitted; None: nobody admits it, so each
+    call gains the whole budget.
+    """
+    calls = demand.arrivals_per_s * config.control_window_s + demand.reserved_returns + 1
+    before = config.budget_ms if best_wait_ms is None else best_wait_ms
+    return calls * max(0.0, before - own_wait_ms)
+
+
+def replica_price_ms(snapshot: Snapshot, model: ModelState, open_ms: float, config: RouterConfig) -> float:
+    """Eq. 2's right side: T_swap + mu_j·dW + nu_m; mu_j rises with pressure and falls with staging slack."""
+    pressure = snapshot.kv_occupancy
+    if snapshot.buffer_bytes and snapshot.staging_free_bytes:
+        pressure *= 1.0 - min(1.0, snapshot.staging_free_bytes / snapshot.buffer_bytes)
+    pressure = min(max(pressure, 0.0), _MAX_PRESSURE)
+    mu = config.mu_ms_per_gib * pressure / (1.0 - pressure)
+    return open_ms + mu * model.weight_bytes / _GIB + config.nu_ms
+
+
+def retry_after_s(refused: Sequence[Candidate], config: RouterConfig, call_ms: float) -> float:
+    """When coming back makes sense, in s: when the least loaded refuser will have worked its excess off.
+
+    `call_ms` is a typical call's time: that long until a full queue has a place.
+    """
+    waits = [
+        max(0.0, c.wait_ms + min(c.own_ms, config.budget_ms / 2) - config.budget_ms)
+        if c.rejected == "round"
+        else call_ms
+        for c in refused
+        if c.rejected in {"round", "queue"}
+    ]
+    excess = min(waits, default=MIN_RETRY_S * 1000) / 1000
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(excess * 10) / 10))

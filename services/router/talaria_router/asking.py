@@ -1,0 +1,265 @@
+"""A call asks for a place: Algorithm 1 from the lease to the answer (DESIGN 4 step 2, DESIGN 5).
+
+What makes a call wait (its session's record after a restart, a health probe, room) puts it into `state.waiting` under
+its rid, each wait bounded; asking again while it waits only renews who is to be answered.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from talaria_common.clock import from_ms, to_ms
+from talaria_common.ids import PARTITIONS, hash_id
+from talaria_common.wire import Fence, Placement, RouteReply, RouteRequest, Verdict
+from talaria_common.wire.route import RouteVia
+from talaria_router import verdicts
+from talaria_router.admission import retry_after_s
+from talaria_router.calls import Case, Placed, Waiting
+from talaria_router.config import PROBE_WAIT_S, RESTORE_WAIT_S
+from talaria_router.cost import Call
+from talaria_router.events import Decision, route_event
+from talaria_router.leases import obstacle
+from talaria_router.messages import Ask, Dirty, Emit, Load, Probe, Reply
+from talaria_router.ranking import Ranking
+from talaria_router.sessions import Entry
+from talaria_router.state import RouterState, Turn
+
+ASKS_MISSED = 3
+"""A call that waits for room is dropped when its api did not ask again for this many of its intervals."""
+
+
+def key_of(tenant: str, session: str, model: str) -> tuple[str, int]:
+    """(key, partition) of a session on a model. The partition is `ids.partition_of`, without hashing twice."""
+    key = hash_id(tenant, session, model)
+    return key, int(key[:8], 16) % PARTITIONS
+
+
+def ask(turn: Turn, message: Ask) -> None:
+    """A call asks, for the first time or again."""
+    state, now, request = turn.state, turn.now, message.request
+    case = Case(message, *key_of(request.tenant, request.session, request.model), now)
+    if case.partition not in state.owned:
+        _refuse(turn, case, verdicts.not_owner(case.partition))
+        return
+    if from_ms(request.deadline_ms) + state.config.skew_s < now:
+        _refuse(turn, case, verdicts.expired("the call's deadline has passed"))
+        return
+    placed = state.calls.get(request.rid)
+    if state.calls.over(request.rid, request.attempt) or (placed is not None and request.attempt < placed.attempt):
+        _refuse(turn, case, verdicts.expired("this attempt is over: it ended, or a later one was placed"))
+        return
+    if placed is not None and placed.attempt == request.attempt and now <= placed.accept_by:
+        turn.out.append(Reply(message.to, RouteReply(placement=placed.placement)))
+        return
+    if placed is not None:
+        state.overlay.leave(placed.placement.iid, placed.placement.seq)
+    waiting = state.waiting.get(request.rid)
+    if waiting is not None:
+        if request.attempt >= waiting.case.ask.request.attempt:
+            waiting.case.ask, waiting.asked_at = message, now
+        return
+    if placed is None:
+        state.arrival(request.model, now)
+    if state.entry(case.key, case.partition) is None and now < state.owned[case.partition].restore_until:
+        state.waiting[request.rid] = Waiting(case, "restore", now + RESTORE_WAIT_S, now)
+        turn.out.append(Load(case.key))
+        return
+    decide(turn, case)
+
+
+def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
+    """Lease first, then cost. `probed`: what a health probe of the leased instance said, None if there was none."""
+    state, now, request = turn.state, turn.now, case.ask.request
+    entry = state.entry(case.key, case.partition)
+    lease = "none"
+    if entry is not None:
+        state.sessions.touch(case.key, entry, now)
+        if entry.lease_until > 0 and state.probing.get(case.key, request.rid) == request.rid:
+            lease = _try_lease(turn, case, entry, probed)
+            if lease in {"honoured", "probing"}:
+                return
+    ranking = _rank(state, now, request, entry)
+    state.counts.rejected.update(ranking.reasons)
+    if _settle(turn, case, ranking, lease):
+        return
+    verdict = _refusal(state, request, ranking)
+    if verdict.reason == "overloaded" and state.config.overload == "queue":
+        waiting = sum(1 for w in state.waiting.values() if w.why == "room")
+        if waiting < state.config.queue_max:
+            state.waiting[request.rid] = Waiting(case, "room", from_ms(request.deadline_ms), now)
+            return
+    _refuse(turn, case, verdict, lease=lease, ranking=ranking)
+
+
+def room(turn: Turn) -> None:
+    """Something changed: place those who wait for room, by priority and then age; a full model is tried once."""
+    state = turn.state
+    queue = [w for w in state.waiting.values() if w.why == "room"]
+    full: set[str] = set()
+    for w in sorted(queue, key=lambda w: -w.case.ask.request.priority):
+        request = w.case.ask.request
+        if request.model in full:
+            continue
+        ranking = _rank(state, turn.now, request, state.entry(w.case.key, w.case.partition))
+        if _settle(turn, w.case, ranking, "none"):
+            del state.waiting[request.rid]
+        else:
+            full.add(request.model)
+
+
+def overdue(turn: Turn) -> None:
+    """End the waits that have lasted long enough."""
+    state, now = turn.state, turn.now
+    for rid, w in list(state.waiting.items()):
+        if w.why == "room" and now - w.asked_at > ASKS_MISSED * state.config.ask_again_s:
+            del state.waiting[rid]
+        elif now >= w.until:
+            state.counts.restore_timeouts += w.why == "restore"
+            resume(turn, rid, probed=False if w.why == "probe" else None)
+
+
+def resume(turn: Turn, rid: str, *, probed: bool | None = None) -> None:
+    """What the call waited for has come, or it has waited long enough."""
+    state = turn.state
+    w = state.waiting.pop(rid)
+    if w.case.partition not in state.owned:
+        _refuse(turn, w.case, verdicts.not_owner(w.case.partition))
+    elif w.why == "room":
+        _refuse(turn, w.case, verdicts.expired("no room before the call's deadline"))
+    else:
+        decide(turn, w.case, probed=probed)
+    if state.probing.get(w.case.key) == rid and rid not in state.waiting:
+        del state.probing[w.case.key]
+
+
+def _try_lease(turn: Turn, case: Case, entry: Entry, probed: bool | None) -> str:
+    """Lines 1 to 9: consume the live lease, or discard it.
+
+    Returns its fate. "honoured": the call was answered; "probing": it waits for the instance to say that it is well.
+    """
+    state, now, request = turn.state, turn.now, case.ask.request
+    if entry.lease_until <= now:
+        turn.expire_lease(case.key, entry)
+        return "expired"
+    reason = obstacle(state.cluster, entry, now, request.exclude)
+    if reason == "stale" and probed is None:
+        state.probing[case.key] = request.rid
+        shared = any(w.probe == entry.iid for w in state.waiting.values())
+        state.waiting[request.rid] = Waiting(case, "probe", now + PROBE_WAIT_S, now, probe=entry.iid)
+        if not shared:
+            state.counts.probes += 1
+            turn.out.append(Probe(entry.iid))
+        return "probing"
+    if reason and not (reason == "stale" and probed):
+        turn.discard_lease(case.key, entry, reason, request.rid)
+        return reason
+    instance = state.cluster.get(entry.iid)
+    assert instance is not None
+    profile = state.profiles.of(entry.iid, instance.models[entry.model])
+    tokens = max(1, state.profiles.prompt_tokens(entry.model, request.prompt_bytes) - entry.kv_tokens)
+    # Consumed together with the overlay's entry and before the answer: a second call of the session cannot have it too.
+    turn.lease_event("consumed", entry, rid=request.rid)
+    state.leases.consume(entry)
+    placement = _place(turn, case, _Place(entry.iid, "lease", tokens, tokens * profile.prefill_ms_per_token))
+    turn.out.append(Dirty(case.key))
+    _answer(turn, case, placement, "honoured", None)
+    return "honoured"
+
+
+def _rank(state: RouterState, now: float, request: RouteRequest, entry: Entry | None) -> Ranking:
+    arrivals = state.arrivals.get(request.model)
+    call = Call(
+        rid=request.rid,
+        model=request.model,
+        prompt_tokens=state.profiles.prompt_tokens(request.model, request.prompt_bytes),
+        max_tokens=request.max_tokens,
+        entry=entry,
+        exclude=request.exclude,
+        turn=arrivals.turn - 1 if arrivals else 0,
+    )
+    return state.ranker.rank(call, now, state.demand(request.model, now))
+
+
+def _settle(turn: Turn, case: Case, ranking: Ranking, lease: str) -> bool:
+    """Place the call on the best candidate. False: there is none."""
+    state, request = turn.state, case.ask.request
+    best = ranking.order[0] if ranking.order else ranking.to_be_refused_there()
+    if best is None:
+        return False
+    via: RouteVia = "retry" if request.attempt else "cost" if state.policy.name == "talaria" else "policy"
+    entry = state.entry(case.key, case.partition)
+    tokens = state.profiles.prompt_tokens(request.model, request.prompt_bytes)
+    if best.kv != "missing" and entry is not None:
+        tokens = max(1, tokens - entry.kv_tokens)
+    placement = _place(turn, case, _Place(best.iid, via, tokens, best.wait_ms + best.own_ms))
+    state.counts.avoidable_opens += ranking.avoidable_open
+    _answer(turn, case, placement, lease, ranking)
+    return True
+
+
+class _Place(NamedTuple):
+    iid: str
+    via: RouteVia
+    tokens: int
+    wait_ms: float
+
+
+def _place(turn: Turn, case: Case, place: _Place) -> Placement:
+    """Enter the overlay and number the placement."""
+    state, now, request = turn.state, turn.now, case.ask.request
+    deadline = from_ms(request.deadline_ms)
+    accept_by = max(now, min(deadline, now + state.config.accept_s))
+    # One heartbeat more: what was taken up at the last moment is in the next snapshot, not yet in this one.
+    leave_at = accept_by + state.config.heartbeat_s
+    in_flight = state.overlay.enter(place.iid, request.model, place.tokens, leave_at)
+    fence = Fence(
+        partition=case.partition,
+        owner_rev=state.owned[case.partition].rev,
+        rid=request.rid,
+        attempt=request.attempt,
+    )
+    placement = Placement(
+        iid=place.iid,
+        fence=fence,
+        router=state.router,
+        router_epoch=state.epoch,
+        seq=in_flight.seq,
+        via=place.via,
+        accept_by_ms=to_ms(accept_by),
+        deadline_ms=request.deadline_ms,
+        wait_ms=round(place.wait_ms),
+    )
+    forget_at = max(deadline, accept_by) + state.config.skew_s
+    state.calls.place(request.rid, Placed(request.attempt, placement, accept_by, forget_at))
+    state.counts.routed[place.via] += 1
+    return placement
+
+
+def _answer(turn: Turn, case: Case, placement: Placement, lease: str, ranking: Ranking | None) -> None:
+    turn.out.append(Reply(case.ask.to, RouteReply(placement=placement)))
+    waited_ms = (turn.now - case.since) * 1000
+    decision = Decision(case.ask.request, case.partition, placement, lease, ranking, waited_ms)
+    turn.out.append(Emit(route_event(turn.state.router, turn.now, turn.state.cluster.version, decision)))
+
+
+def _refusal(state: RouterState, request: RouteRequest, ranking: Ranking) -> Verdict:
+    model = request.model
+    if not state.cluster.serving(model) and model not in state.config.catalog:
+        return verdicts.unknown_model(model, sorted(state.config.catalog))
+    if not ranking.refused:
+        return verdicts.no_instance(model, ranking.reasons)
+    first = state.cluster.get(ranking.refused[0].iid)
+    assert first is not None
+    profile = state.profiles.of(ranking.refused[0].iid, first.models[model])
+    call_ms = profile.output_tokens * profile.decode_step_ms
+    return verdicts.overloaded(model, ranking.reasons, retry_after_s(ranking.refused, state.config, call_ms))
+
+
+def _refuse(turn: Turn, case: Case, verdict: Verdict, *, lease: str = "none", ranking: Ranking | None = None) -> None:
+    turn.state.counts.verdicts[verdict.reason] += 1
+    turn.out.append(Reply(case.ask.to, RouteReply(verdict=verdict)))
+    if verdict.reason == "not_owner":
+        return  # no decision of ours: the owner's event tells of this call
+    waited_ms = (turn.now - case.since) * 1000
+    decision = Decision(case.ask.request, case.partition, verdict, lease, ranking, waited_ms)
+    turn.out.append(Emit(route_event(turn.state.router, turn.now, turn.state.cluster.version, decision)))

@@ -1,0 +1,93 @@
+"""Calls that were placed and calls that wait: asking is idempotent on (rid, attempt), and attempts only rise."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Literal
+
+from talaria_common.wire import Placement
+from talaria_router.config import COMPLETED_KEPT
+from talaria_router.messages import Ask
+
+
+@dataclass(slots=True)
+class Placed:
+    """A call that was given a place and has not completed."""
+
+    attempt: int
+    placement: Placement
+    accept_by: float
+    forget_at: float
+
+
+@dataclass(slots=True)
+class Case:
+    """A call that asks, and where it belongs."""
+
+    ask: Ask
+    key: str
+    partition: int
+    since: float
+    """When it asked first."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A call whose answer has to wait: for its session's record, for a health probe, or for room."""
+
+    case: Case
+    why: Literal["restore", "probe", "room"]
+    until: float
+    asked_at: float
+    """When it asked last."""
+    probe: str = ""
+    """Instance that is being probed."""
+
+
+class Calls:
+    """Placed calls by rid, and what has completed lately."""
+
+    def __init__(self) -> None:
+        self._placed: dict[str, Placed] = {}
+        self._forget: list[tuple[float, str]] = []
+        self._completed: OrderedDict[str, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    def get(self, rid: str) -> Placed | None:
+        """The call's current placement."""
+        return self._placed.get(rid)
+
+    def place(self, rid: str, placed: Placed) -> None:
+        """The call has a place; an earlier attempt's is replaced."""
+        self._placed[rid] = placed
+        heapq.heappush(self._forget, (placed.forget_at, rid))
+
+    def over(self, rid: str, attempt: int) -> bool:
+        """Whether this attempt, or a later one, completed lately."""
+        return self._completed.get(rid, -1) >= attempt
+
+    def complete(self, rid: str, attempt: int) -> bool:
+        """An attempt ended. False if it is no news: seen before, or a later attempt has been placed or has ended."""
+        if self.over(rid, attempt):
+            return False
+        placed = self._placed.get(rid)
+        if placed is not None and placed.attempt > attempt:
+            return False
+        if placed is not None:
+            del self._placed[rid]
+        self._completed[rid] = attempt
+        if len(self._completed) > COMPLETED_KEPT:
+            self._completed.popitem(last=False)
+        return True
+
+    def expire(self, now: float) -> None:
+        """Forget placed calls long past their deadline: their completion was lost."""
+        while self._forget and self._forget[0][0] <= now:
+            at, rid = heapq.heappop(self._forget)
+            placed = self._placed.get(rid)
+            if placed is not None and placed.forget_at == at:
+                del self._placed[rid]

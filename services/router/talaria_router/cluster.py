@@ -1,0 +1,164 @@
+"""The router's picture of the instances: from telemetry's cluster view, or from the instances themselves.
+
+Each `InstanceView` carries a whole snapshot, so what a delta brings is used even after a lost one; only the membership
+(`removed`, and who is missing from a full view) waits for the next full view. Ages count on by the router's own clock.
+
+When the view falls silent it is telemetry that is late, not the instances: the router then listens to their snapshots
+itself (`follow`), and the silence up to the moment when those can have arrived is not held against anyone. So a dead
+telemetry costs no call, and an instance that dies in the same moment is found out a few heartbeats later (ADR in
+docs/adr/router-follows-snapshots.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from talaria_common.freshness import Health, health_of, supersedes
+from talaria_common.wire import ClusterView, InstanceView, ModelState, Snapshot
+
+SILENT_HEARTBEATS = 1.5
+"""The view counts as silent after this many heartbeats."""
+
+
+@dataclass(slots=True)
+class Instance:
+    """The newest snapshot of one instance and when it was true, by our clock."""
+
+    snapshot: Snapshot
+    seen_at: float
+    reported: Health = "ok"
+    """What telemetry thinks of it; our own clock may think worse."""
+    models: dict[str, ModelState] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Source:
+    """One telemetry."""
+
+    epoch: str = ""
+    version: int = -1
+    synced: bool = False
+
+
+class Cluster:
+    """All instances, and how far the view can be trusted."""
+
+    def __init__(self, heartbeat_s: float, missed: int) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._missed = missed
+        self._instances: dict[str, Instance] = {}
+        self._serving: dict[str, list[str]] = {}
+        self._sources: dict[str, _Source] = {}
+        self._last_view = float("-inf")
+        self._follow_since: float | None = None
+        self.version = 0
+        """Version of the last cluster view."""
+        self.gaps = 0
+        """Views that never arrived."""
+
+    @property
+    def following(self) -> bool:
+        """Whether the router listens to the instances itself."""
+        return self._follow_since is not None
+
+    def get(self, iid: str) -> Instance | None:
+        """The instance, if known."""
+        return self._instances.get(iid)
+
+    def instances(self) -> Iterable[tuple[str, Instance]]:
+        """All known instances."""
+        return self._instances.items()
+
+    def serving(self, model: str) -> list[str]:
+        """Ids of the instances in whose catalog `model` is, in a stable order; to be read only."""
+        return self._serving.get(model, [])
+
+    def view(self, now: float, view: ClusterView) -> tuple[list[str], list[str]]:
+        """Take in a view; returns (ids whose snapshot is new, ids that are gone)."""
+        source = self._sources.setdefault(view.telemetry, _Source())
+        if view.epoch == source.epoch and view.version <= source.version:
+            return [], []
+        follows = view.epoch == source.epoch and view.version == source.version + 1
+        if view.epoch == source.epoch and not follows:
+            self.gaps += view.version - source.version - 1
+        source.synced = view.full or (source.synced and follows)
+        source.epoch, source.version = view.epoch, view.version
+        self.version = view.version
+        self._last_view = now
+        fresh = [v.snapshot.iid for v in view.instances if self._take(now - v.age_ms / 1000, v.snapshot, v, now)]
+        removed = list(view.removed)
+        if view.full:
+            here = {v.snapshot.iid for v in view.instances}
+            late = self._heartbeat_s * self._missed
+            removed += [i for i, known in self._instances.items() if i not in here and now - known.seen_at > late]
+        gone = [iid for iid in removed if self._remove(iid)]
+        return fresh, gone
+
+    def heard(self, now: float, snapshot: Snapshot) -> bool:
+        """Take in a snapshot that came straight from its instance; False if it is old."""
+        return self._take(now, snapshot, None, now)
+
+    def watch(self, now: float) -> bool | None:
+        """Whether following is to be switched on (True) or off (False) now; None: leave it."""
+        silent = now - self._last_view > SILENT_HEARTBEATS * self._heartbeat_s
+        if silent and self._follow_since is None:
+            self._follow_since = now
+            return True
+        if not silent and self._follow_since is not None and all(s.synced for s in self._sources.values()):
+            self._follow_since = None
+            return False
+        return None
+
+    def health(self, iid: str, now: float) -> Health:
+        """Health of an instance by what was reported and by its snapshot's age now."""
+        instance = self._instances.get(iid)
+        if instance is None:
+            return "gone"
+        age = now - instance.seen_at
+        limit = self._heartbeat_s * self._missed
+        if age > limit and self._excused(now, instance.seen_at):
+            age = limit
+        own = health_of(age, self._heartbeat_s, self._missed)
+        if instance.reported == "gone" or own == "gone":
+            return "gone"
+        return "stale" if instance.reported == "stale" or own == "stale" else "ok"
+
+    def _excused(self, now: float, seen_at: float) -> bool:
+        """Whether an instance's silence may be telemetry's: it was fresh when the view fell silent."""
+        silence = now - self._last_view
+        if silence <= self._heartbeat_s:
+            return False
+        limit = self._heartbeat_s * self._missed
+        if self._last_view - seen_at > limit:
+            return False
+        since = self._follow_since
+        return since is None or now - since <= limit
+
+    def _take(self, seen_at: float, snapshot: Snapshot, view: InstanceView | None, now: float) -> bool:
+        iid = snapshot.iid
+        old = self._instances.get(iid)
+        stale = old is not None and now - old.seen_at > self._heartbeat_s * self._missed
+        if old is not None and not supersedes(snapshot, old.snapshot, old_is_stale=stale):
+            if view is not None and snapshot.epoch == old.snapshot.epoch and snapshot.version == old.snapshot.version:
+                old.reported = view.health
+                old.seen_at = max(old.seen_at, seen_at)
+            return False
+        models = {m.name: m for m in snapshot.models}
+        self._instances[iid] = Instance(snapshot, seen_at, view.health if view else "ok", models)
+        if old is None or old.models.keys() != models.keys():
+            self._index()
+        return True
+
+    def _remove(self, iid: str) -> bool:
+        if self._instances.pop(iid, None) is None:
+            return False
+        self._index()
+        return True
+
+    def _index(self) -> None:
+        serving: dict[str, list[str]] = {}
+        for iid in sorted(self._instances):
+            for model in self._instances[iid].models:
+                serving.setdefault(model, []).append(iid)
+        self._serving = serving

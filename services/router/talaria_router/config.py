@@ -1,0 +1,71 @@
+"""The router core's configuration: the part of `Settings` that policy may depend on, as plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from talaria_common.settings import Settings
+
+EVENT_CANDIDATES = 8
+RESTORE_WAIT_S = 0.1
+"""Longest that a call waits for its session's record; after that it is placed as a new session."""
+PROBE_WAIT_S = 0.3
+"""Longest that a call waits for a health probe of its reserved instance."""
+COMPLETED_KEPT = 8192
+"""Completions remembered, so that a duplicate does not install a second lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Units in names. See `talaria_common.settings.RouterSettings` for meaning and defaults."""
+
+    catalog: frozenset[str] = frozenset()
+    policy: str = "talaria"
+    tau_s: float = 1.0
+    t_ttft_ms: float = 10_000.0
+    gamma: float = 0.9
+    overload: Literal["reject", "queue"] = "reject"
+    queue_max: int = 256
+    session_idle_s: float = 3600.0
+    sessions_max: int = 1_000_000
+    mu_ms_per_gib: float = 2.0
+    nu_ms: float = 500.0
+    control_window_s: float = 10.0
+    admission_unit_ms: float | None = None
+    heartbeat_s: float = 0.5
+    missed: int = 3
+    skew_s: float = 2.0
+    accept_s: float = 2.0
+    ask_again_s: float = 1.0
+    """An api that still waits asks again this often: one that does not is gone."""
+
+    @property
+    def budget_ms(self) -> float:
+        """gamma·T_TTFT (Eq. 5)."""
+        return self.gamma * self.t_ttft_ms
+
+    @staticmethod
+    def of(settings: Settings) -> RouterConfig:
+        """The router's view of `settings`."""
+        r = settings.router
+        return RouterConfig(
+            catalog=frozenset(settings.models),
+            policy=r.policy,
+            tau_s=r.tau_s,
+            t_ttft_ms=r.t_ttft_s * 1000,
+            gamma=r.gamma,
+            overload=r.overload,
+            queue_max=r.queue_max,
+            session_idle_s=r.session_idle_s,
+            sessions_max=r.sessions_max,
+            mu_ms_per_gib=r.mu_ms_per_gib,
+            nu_ms=r.nu_ms,
+            control_window_s=r.control_window_s,
+            admission_unit_ms=r.admission_unit_ms,
+            heartbeat_s=settings.mesh.heartbeat_s,
+            missed=settings.mesh.missed,
+            skew_s=settings.mesh.skew_tolerance_s,
+            accept_s=settings.api.accept_timeout_s,
+            ask_again_s=settings.api.route_timeout_s,
+        )

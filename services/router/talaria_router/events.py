@@ -1,0 +1,95 @@
+"""The router's events (fields: docs/events-router.md): why each call went where it went, and what leases did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from talaria_common.clock import to_ms
+from talaria_common.wire import Event, Placement, RouteRequest, Verdict
+from talaria_router.config import EVENT_CANDIDATES
+from talaria_router.cost import Candidate
+from talaria_router.ranking import Ranking
+from talaria_router.sessions import Entry
+
+
+def terms(candidate: Candidate) -> dict[str, Any]:
+    """A candidate's Eq. 1 terms, rounded to µs."""
+    c = candidate
+    found: dict[str, Any] = {
+        "iid": c.iid,
+        "req_ms": round(c.req_ms, 3),
+        "kv_ms": round(c.kv_ms, 3),
+        "act_ms": round(c.act_ms, 3),
+        "total_ms": round(c.total_ms, 3),
+        "wait_ms": round(c.wait_ms, 3),
+        "kv": c.kv,
+        "calls": c.calls,
+    }
+    if c.rejected:
+        found["rejected"] = c.rejected
+    return found
+
+
+class Decision(NamedTuple):
+    """How one ask ended."""
+
+    request: RouteRequest
+    partition: int
+    outcome: Placement | Verdict
+    lease: str = "none"
+    """The lease's fate: none, honoured, or why it was not."""
+    ranking: Ranking | None = None
+    """None when a lease decided alone or nothing was ranked."""
+    waited_ms: float = 0.0
+
+
+def route_event(router: str, now: float, view: int, decision: Decision) -> Event:
+    """One decision, under the cluster view's version `view`."""
+    request, partition, outcome, lease, ranking, waited_ms = decision
+    data: dict[str, Any] = {
+        "rid": request.rid,
+        "attempt": request.attempt,
+        "tenant": request.tenant,
+        "session": request.session,
+        "model": request.model,
+        "partition": partition,
+        "view": view,
+        "lease": lease,
+        "waited_ms": round(waited_ms, 3),
+    }
+    if isinstance(outcome, Placement):
+        data.update(iid=outcome.iid, via=outcome.via, seq=outcome.seq, wait_ms=outcome.wait_ms)
+        data["owner_rev"] = outcome.fence.owner_rev
+    else:
+        data.update(verdict=outcome.reason, message=outcome.error.message)
+        if outcome.error.retry_after_s is not None:
+            data["retry_after_s"] = outcome.error.retry_after_s
+    if ranking is not None:
+        shown: Sequence[Candidate] = (*ranking.order, *ranking.refused)
+        data["candidates"] = [terms(c) for c in shown[:EVENT_CANDIDATES]]
+        data["rejected"] = dict(ranking.reasons)
+        if ranking.avoidable_open:
+            data["avoidable_open"] = True
+    return Event(kind="route", source=router, at_ms=to_ms(now), data=data)
+
+
+def lease_event(router: str, now: float, what: str, entry: Entry, *, reason: str = "", rid: str = "") -> Event:
+    """A lease was installed, consumed, expired or discarded."""
+    data: dict[str, Any] = {
+        "what": what,
+        "session": entry.session,
+        "tenant": entry.tenant,
+        "model": entry.model,
+        "iid": entry.iid,
+        "prefix_handle": entry.prefix_handle,
+        "kv_tokens": entry.kv_tokens,
+        "kv_epoch": entry.kv_epoch,
+    }
+    if entry.lease_until:
+        data["until_ms"] = to_ms(entry.lease_until)
+    if reason:
+        data["reason"] = reason
+    if rid:
+        data["rid"] = rid
+    return Event(kind="lease", source=router, at_ms=to_ms(now), data=data)

@@ -1,0 +1,141 @@
+"""What things cost on this hardware: latency profiles per (instance, model), learnt; honest guesses until then (3.3).
+
+A value is taken, in this order, from the instance's own EWMA in its snapshot, from the router's EWMA over completions,
+from the same model on other instances, and from a default that is the right order of magnitude for a small model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from talaria_common.wire import Completion, ModelState
+
+ALPHA = 0.2
+"""Weight of the newest observation."""
+
+BYTES_PER_TOKEN = 4.0
+PREFILL_MS_PER_TOKEN = 0.5
+DECODE_STEP_MS = 30.0
+SWITCH_MS = 500.0
+OPEN_MS = 10_000.0
+OUTPUT_TOKENS = 128.0
+RETURN_PREFILL_MS = 100.0
+RESTORE_OVER_PREFILL = 0.1
+"""A restore moves what a prefill would have to compute: over PCIe about a tenth of the time for mid-sized models."""
+
+
+class Ewma:
+    """An exponentially weighted mean; `value` is None before the first observation."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, observed: float) -> None:
+        """Take in one observation."""
+        self.value = observed if self.value is None else self.value + ALPHA * (observed - self.value)
+
+    def get(self, default: float) -> float:
+        """The mean, or `default`."""
+        return default if self.value is None else self.value
+
+
+class _PerModel:
+    __slots__ = ("bytes_per_token", "decode", "opens", "output", "prefill", "returns", "switch")
+
+    def __init__(self) -> None:
+        self.bytes_per_token = Ewma()
+        self.output = Ewma()
+        self.returns = Ewma()
+        self.prefill = Ewma()
+        self.decode = Ewma()
+        self.switch = Ewma()
+        self.opens = Ewma()
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Costs of one model on one instance, all known or guessed."""
+
+    prefill_ms_per_token: float
+    decode_step_ms: float
+    switch_ms: float
+    open_ms: float
+    restore_ms_per_token: float
+    return_ms: float
+    """Prefill of a typical returning call: the admission unit."""
+    output_tokens: float
+
+
+class Profiles:
+    """All profiles. `revision` rises when a completion taught something."""
+
+    def __init__(self, admission_unit_ms: float | None) -> None:
+        self._unit_ms = admission_unit_ms
+        self._models: dict[str, _PerModel] = {}
+        self._prefill: dict[tuple[str, str], Ewma] = {}
+
+    def completed(self, c: Completion) -> None:
+        """Learn from a call that ended well."""
+        model = self._model(c.model)
+        if c.prompt_tokens > 0 and c.prompt_bytes > 0:
+            model.bytes_per_token.add(c.prompt_bytes / c.prompt_tokens)
+        if c.completion_tokens > 0:
+            model.output.add(float(c.completion_tokens))
+        computed = c.prompt_tokens - c.cached_tokens
+        if c.prefill_ms > 0 and computed > 0:
+            per_token = c.prefill_ms / computed
+            model.prefill.add(per_token)
+            self._prefill.setdefault((c.iid, c.model), Ewma()).add(per_token)
+        if c.prefill_ms > 0 and c.cached_tokens > 0:
+            model.returns.add(c.prefill_ms)
+
+    def snapshot(self, state: ModelState) -> None:
+        """Let what one instance measured stand in for others that have not yet measured the same model."""
+        model = self._model(state.name)
+        for mean, measured in (
+            (model.prefill, state.prefill_ms_per_token),
+            (model.decode, state.decode_step_ms),
+            (model.switch, state.switch_ms),
+            (model.opens, state.open_ms),
+        ):
+            if measured > 0:
+                mean.add(measured)
+
+    def of(self, iid: str, state: ModelState) -> Profile:
+        """The profile of the model in `state` on `iid`."""
+        model = self._model(state.name)
+        prefill = state.prefill_ms_per_token
+        if prefill <= 0:
+            own = self._prefill.get((iid, state.name))
+            prefill = own.get(0.0) if own else model.prefill.get(PREFILL_MS_PER_TOKEN)
+        switch = state.switch_ms or model.switch.get(SWITCH_MS)
+        return Profile(
+            prefill_ms_per_token=prefill,
+            decode_step_ms=state.decode_step_ms or model.decode.get(DECODE_STEP_MS),
+            switch_ms=switch,
+            open_ms=max(state.open_ms or model.opens.get(OPEN_MS), switch),
+            restore_ms_per_token=state.restore_ms_per_token or prefill * RESTORE_OVER_PREFILL,
+            return_ms=self.unit_ms(state.name),
+            output_tokens=model.output.get(OUTPUT_TOKENS),
+        )
+
+    def unit_ms(self, model: str) -> float:
+        """The admission unit that a live lease charges: configured, or a typical return's prefill."""
+        return self._unit_ms if self._unit_ms is not None else self._model(model).returns.get(RETURN_PREFILL_MS)
+
+    def prompt_tokens(self, model: str, prompt_bytes: int) -> int:
+        """Estimated prompt tokens of `prompt_bytes` of text."""
+        return max(1, round(prompt_bytes / self._model(model).bytes_per_token.get(BYTES_PER_TOKEN)))
+
+    def forget(self, iid: str) -> None:
+        """The instance is gone."""
+        for key in [k for k in self._prefill if k[0] == iid]:
+            del self._prefill[key]
+
+    def _model(self, name: str) -> _PerModel:
+        found = self._models.get(name)
+        if found is None:
+            found = self._models[name] = _PerModel()
+        return found

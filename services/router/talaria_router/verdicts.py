@@ -1,0 +1,48 @@
+"""The refusals of the router, in words for the person who reads them (DESIGN 10)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from talaria_common.errors import DeadlineError, ModelNotFoundError, OverloadedError, UnavailableError
+from talaria_common.wire import Verdict
+
+
+def not_owner(partition: int) -> Verdict:
+    """The partition has moved: ask again."""
+    return Verdict(
+        reason="not_owner",
+        error=UnavailableError(f"partition {partition} is not this router's", retry_after_s=1).info(),
+    )
+
+
+def expired(why: str) -> Verdict:
+    """Too late, or not the latest attempt."""
+    return Verdict(reason="expired", error=DeadlineError(why).info())
+
+
+def unknown_model(model: str, known: list[str]) -> Verdict:
+    """Not in the catalog."""
+    there = f"; there are: {', '.join(known)}" if known else ""
+    return Verdict(
+        reason="unknown_model",
+        error=ModelNotFoundError(f"the model {model!r} does not exist{there}", param="model").info(),
+    )
+
+
+def no_instance(model: str, reasons: Counter[str]) -> Verdict:
+    """In the catalog, but nobody who serves it is fit to."""
+    return Verdict(
+        reason="no_instance",
+        error=UnavailableError(f"no instance can serve {model!r} now ({_counted(reasons)})", retry_after_s=1).info(),
+    )
+
+
+def overloaded(model: str, reasons: Counter[str], retry_after_s: float) -> Verdict:
+    """All who serve it are full."""
+    message = f"all instances that serve {model!r} are full ({_counted(reasons)})"
+    return Verdict(reason="overloaded", error=OverloadedError(message, retry_after_s=retry_after_s).info())
+
+
+def _counted(reasons: Counter[str]) -> str:
+    return ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "none is known"
