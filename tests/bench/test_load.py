@@ -78,11 +78,13 @@ async def test_a_refusal_is_an_error_not_a_request():
 
 
 async def answer_with(payload: bytes):
-    """A server that gives every request the same bytes."""
+    """A server that gives every request the same bytes; none: it hangs."""
 
     async def serve_one(reader, writer):
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             await reader.readuntil(b"\r\n\r\n")
+            if not payload:
+                await reader.read()  # until the client hangs up
             writer.write(payload)
             await writer.drain()
         writer.close()
