@@ -1,0 +1,86 @@
+"""What is known of the engine process: its life, its load, and when it is to be started again."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from talaria_gpu.engine.contract import ModelInfo
+from talaria_gpu.engine.ipc import Ready, Status
+
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 30.0
+STABLE_S = 60.0
+"""An engine that served this long has earned a fresh back-off."""
+
+
+class EngineState:
+    """One engine after another, in generations; `phase` is the present one's.
+
+    Args:
+        models: the configured models' names.
+        start_s: silence while it starts, after which it counts as hung.
+        hang_s: the same while it serves; long enough for the longest step and switch.
+    """
+
+    def __init__(self, models: tuple[str, ...], *, start_s: float, hang_s: float) -> None:
+        self._start_s = start_s
+        self._hang_s = hang_s
+        self.phase: Literal["failed", "starting", "ready"] = "starting"
+        self.reason = "the engine has not been started"
+        self.generation = 0
+        self.restarts = 0
+        self.infos: dict[str, ModelInfo] = {}
+        self.buffer_bytes = 0
+        self.status: Status | None = None
+        self._epoch_base = dict.fromkeys(models, 0)
+        self._heard = 0.0
+        self._looked = 0.0
+        self._ready_at = 0.0
+        self._failures = 0
+
+    def starting(self, now: float) -> None:
+        """The process was started."""
+        self.phase, self.reason = "starting", "the engine is starting"
+        self._heard = now
+
+    def heard(self, now: float) -> None:
+        """It gave a sign of life."""
+        self._heard = now
+
+    def ready(self, now: float, report: Ready) -> None:
+        """It serves."""
+        self.phase, self.reason = "ready", ""
+        self.infos = {info.name: info for info in report.models}
+        self.buffer_bytes = report.buffer_bytes
+        self._ready_at = now
+
+    def failed(self, now: float, reason: str) -> float:
+        """It is gone; returns the seconds to wait before the next start.
+
+        Device KV went with it, so every model's KV epoch rises.
+        """
+        if self.phase == "ready" and now - self._ready_at >= STABLE_S:
+            self._failures = 0
+        for model in self._epoch_base:
+            self._epoch_base[model] = self.kv_epoch(model) + 1
+        self.phase, self.reason = "failed", reason
+        self.status, self.infos = None, {}
+        self.generation += 1
+        self.restarts += 1
+        self._failures += 1
+        return float(min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (min(self._failures, 16) - 1)))
+
+    def kv_epoch(self, model: str) -> int:
+        """The model's KV epoch over all engines of this process's life: never falls."""
+        load = self.status.loads.get(model) if self.status else None
+        return self._epoch_base.get(model, 0) + (load.kv_epoch if load else 0)
+
+    def silent_for(self, now: float, heartbeat_s: float) -> float | None:
+        """Seconds of silence if they mean a hang, else None. To be asked on every heartbeat."""
+        stalled = now - self._looked - 4 * heartbeat_s
+        if self._looked and stalled > 0:
+            self._heard += stalled  # it was us who stood still (suspended, starved): its reports wait to be read
+        self._looked = now
+        limit = {"ready": self._hang_s, "starting": self._start_s}.get(self.phase)
+        silence = now - self._heard
+        return silence if limit is not None and silence > limit else None
