@@ -63,6 +63,11 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     """Prompt tokens that were not prefilled; meaningful from the first token on."""
     cache_source: CacheSource = "none"
+    prefilled_tokens: int = 0
+    """Prompt tokens computed for this call so far, each counted once; cached + prefilled = prompt from the first token on
+    (engines that count)."""
+    recomputed_tokens: int = 0
+    """Tokens computed again because the call was retracted; in neither of the two."""
     finished: Literal["", "stop", "length", "abort", "deadline", "error"] = ""
     """stop: EOS or a stop token (which is not in `token_ids`); error: see `message`."""
     message: str = ""
@@ -74,7 +79,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: Literal["prefill", "decode", "idle"]
     tokens: list[StepTokens] = []
     prefilled_tokens: int = 0
-    """Prompt tokens computed in this step, counted in the engine."""
+    """Prompt tokens computed in this step for the first time, counted in the engine."""
+    recomputed_tokens: int = 0
+    """Tokens computed in this step that had been computed before their call was retracted."""
     recomputed_tokens: int = 0
     """Tokens of retracted calls computed once more; not in `prefilled_tokens`."""
     batch: int = 0

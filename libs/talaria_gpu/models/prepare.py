@@ -33,12 +33,12 @@ RECIPES = {
     "tiny-qwen3": _Recipe(
         "talaria_gpu.models.tiny_qwen3",
         "tiny-qwen3-random-v1",
-        "A small Qwen3 with RANDOM weights: it answers noise. For tests of the machinery, never for people.",
+        "A small Qwen3 with RANDOM weights: it answers noise. For tests of the machinery, not people.",
     ),
     "tiny-mla": _Recipe(
         "talaria_gpu.models.tiny_mla",
         "tiny-mla-random-v1",
-        "A small DeepSeek-V2 (MLA) with RANDOM weights: it answers noise. For tests of the machinery, never for people.",
+        "A small DeepSeek-V2 (MLA) with RANDOM weights: it answers noise. For tests of the machinery, not people.",
     ),
 }
 """By `source` in the settings."""

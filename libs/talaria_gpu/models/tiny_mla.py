@@ -1,4 +1,7 @@
-"""A DeepSeek-V2 of two dense layers with random weights: multi-head latent attention (MLA), one latent row per token."""
+"""A DeepSeek-V2 of two dense layers with random weights: multi-head latent attention (MLA).
+
+Its KV is one latent row per token and layer.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,18 @@
+"""The real engine: SGLang 0.5.23, one `Scheduler` per model in one process over one device buffer.
+
+Nothing of SGLang is touched outside this folder. Importing it is cheap; `build` imports SGLang (8-10 s) when called.
+
+    environment  what the process needs before SGLang is imported; standins/ what a CPU lacks
+    runtime      SGLang's server arguments, and a runtime context per model
+    layout       weights and KV of every model as views of the one buffer
+    scheduler    SGLang's Scheduler, stepped by hand
+    sampling     seeds that do not depend on the batch
+    accounting   prompt tokens per call: cached, computed, computed again
+    checks       what this adapter assumes of SGLang, and the leak checks
+    engine       `SglangEngine`, the contract of `engine.contract`
+"""
+
+from talaria_gpu.engine.sglang.factory import build
+from talaria_gpu.engine.sglang.spec import ModelSpec
+
+__all__ = ["ModelSpec", "build"]

@@ -1,0 +1,41 @@
+"""What a process needs before SGLang is imported there. Once it is imported, much of this is frozen."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+
+from talaria_common.errors import EngineError
+from talaria_gpu.engine.sglang import standins
+from talaria_gpu.engine.sglang.spec import SGLANG_VERSION
+
+_ANY_DEVICE = {
+    "HF_HUB_OFFLINE": "1",  # models are directories; nothing is ever looked up
+    "TOKENIZERS_PARALLELISM": "false",
+    # Log probabilities are the model's own, not those of the distribution after temperature.
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+    # A leak that SGLang's own idle check finds is an error, not a line in a log.
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+}
+_CPU = {"SGLANG_USE_CPU_ENGINE": "1"}
+
+
+def prepare(device: str) -> None:
+    """Make `import sglang` work for `device` ("cpu", "cuda" or "cuda:N") in this process.
+
+    Raises:
+        EngineError: another SGLang than the pinned one, or CPU stand-ins wanted beside real kernels.
+    """
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as e:
+        raise EngineError("SGLang is not installed; see requirements/engine-cpu.txt and engine-gpu.txt") from e
+    if found != SGLANG_VERSION:
+        raise EngineError(f"SGLang {found} is installed; this engine knows {SGLANG_VERSION} only")
+    os.environ.update(_ANY_DEVICE)
+    # Its warnings are about models and kernels that are not in use; what concerns us is raised.
+    logging.getLogger("sglang").setLevel(logging.ERROR)
+    if device == "cpu":
+        os.environ.update(_CPU)
+        standins.install()

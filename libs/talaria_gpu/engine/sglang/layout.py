@@ -1,0 +1,152 @@
+"""One device buffer for all models: [0, weights) weights, KV right above, both at the same addresses always (3.5, D).
+
+Regions of different models overlap; only the active model's bytes are valid. Whole storages move, with stride and
+offset kept, so that tied weights and views stay what they are; tensors keep their identity, so that whoever holds one
+follows. Done between loading and the making of attention backends and graphs, which capture addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from talaria_common.errors import EngineError
+
+ALIGN = 256
+"""Bytes; every storage starts at a multiple of it, as allocators on devices do."""
+POISON = 0x7F
+"""Garbage byte: as float32 and bfloat16, 3.4e38 everywhere."""
+
+
+def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Every tensor that the module tree holds: parameters, buffers (non-persistent ones too) and plain attributes.
+
+    MLA keeps its absorbed projections (w_kc, w_vc) as plain attributes.
+    """
+    for module in model.modules():
+        yield from (t for t in module._parameters.values() if t is not None)
+        yield from (t for t in module._buffers.values() if t is not None)
+        yield from (t for t in list(vars(module).values()) if isinstance(t, torch.Tensor))
+
+
+def kv_layers(pool: Any) -> list[torch.Tensor]:
+    """The pool's tensors [rows, ...], layer by layer (K then V for MHA, one latent tensor for MLA)."""
+    if hasattr(pool, "kv_buffer"):
+        return list(pool.kv_buffer)
+    return [tensor for pair in zip(pool.k_buffer, pool.v_buffer, strict=True) for tensor in pair]
+
+
+class Region:
+    """One model's place in the buffer.
+
+    Args:
+        name: of the model, for messages.
+        model: loaded and post-processed.
+        pool: its KV pool.
+        page_size: rows of the padding page, which must read as zero.
+        buffer: uint8, on the device.
+        pin: whether the host image is page-locked.
+
+    Raises:
+        EngineError: weights and KV do not fit; the message shows the arithmetic.
+    """
+
+    def __init__(
+        self, name: str, model: torch.nn.Module, pool: Any, page_size: int, buffer: torch.Tensor, *, pin: bool
+    ) -> None:
+        self._buffer, self._model, self._pool, self._page_size = buffer, model, pool, page_size
+        storages = self._storages()
+        self.weight_bytes = sum(_up(s.nbytes()) for s in storages)
+        layers = kv_layers(pool)
+        self.rows = layers[0].shape[0]
+        self.kv_bytes_per_token = sum(layer[0].nbytes for layer in layers)
+        self.end = self.weight_bytes + sum(_up(layer.nbytes) for layer in layers)
+        self._check_fit(name)
+        self.image = torch.empty(self.weight_bytes, dtype=torch.uint8, pin_memory=pin)
+        self._move_weights(storages)
+        self._kv: list[torch.Tensor] = []
+        self._move_kv(layers)
+        self.open_kv()
+        self.home = self.addresses()
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """The distinct storages of the weights on the buffer's device, in the order of the module tree."""
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors_of(self._model):
+            storage = tensor.untyped_storage()
+            if tensor.device == self._buffer.device and storage.nbytes():
+                found.setdefault(storage.data_ptr(), storage)
+        return list(found.values())
+
+    def _check_fit(self, name: str) -> None:
+        size = self._buffer.numel()
+        if self.end <= size:
+            return
+        mib = 1 << 20
+        raise EngineError(
+            f"{name} does not fit the device buffer: {self.weight_bytes} B weights + {self.rows} KV rows x "
+            f"{self.kv_bytes_per_token} B = {self.end} B ({self.end / mib:.1f} MiB), but the buffer has {size} B "
+            f"({size / mib:.1f} MiB). Set buffer_mib to at least {-(-self.end // mib)}, or kv_tokens lower"
+        )
+
+    def _move_weights(self, storages: list[torch.UntypedStorage]) -> None:
+        base_of: dict[int, int] = {}
+        base = 0
+        for storage in storages:
+            raw = torch.empty(0, dtype=torch.uint8, device=self._buffer.device).set_(storage, 0, (storage.nbytes(),))
+            self._buffer[base : base + storage.nbytes()].copy_(raw)
+            base_of[storage.data_ptr()] = base
+            base += _up(storage.nbytes())
+        for tensor in tensors_of(self._model):
+            moved = base_of.get(tensor.untyped_storage().data_ptr())
+            if moved is not None:  # None: moved already, for it hangs in two modules
+                tensor.data = self._view(tensor, moved + tensor.storage_offset() * tensor.element_size())
+        self.image.copy_(self._buffer[: self.weight_bytes])
+
+    def _move_kv(self, layers: list[torch.Tensor]) -> None:
+        base = self.weight_bytes
+        for layer in layers:
+            if not layer.is_contiguous():
+                raise EngineError("a KV pool tensor is not contiguous: this adapter cannot place it")
+            layer.data = self._view(layer, base)
+            row_bytes = layer[0].nbytes
+            self._kv.append(self._buffer[base : base + self.rows * row_bytes].view(self.rows, row_bytes))
+            base += _up(self.rows * row_bytes)
+        latent = hasattr(self._pool, "kv_buffer")
+        tables = {"k_data_ptrs": layers[0::2], "v_data_ptrs": layers[1::2]} if not latent else {}
+        tables["data_ptrs"] = layers if latent else layers[0::2] + layers[1::2]
+        for attribute, tensors in tables.items():
+            table = getattr(self._pool, attribute, None)
+            if table is not None:  # in place: others hold these tables
+                table.copy_(torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64))
+
+    def _view(self, like: torch.Tensor, base: int) -> torch.Tensor:
+        """A tensor over the buffer at byte `base` with `like`'s type, size and stride."""
+        if base % like.element_size():
+            raise EngineError(f"a {like.dtype} tensor cannot start at byte {base}")
+        view = torch.empty(0, dtype=like.dtype, device=self._buffer.device)
+        return view.set_(self._buffer.untyped_storage(), base // like.element_size(), like.size(), like.stride())
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where every weight and KV tensor of the model is now; equal to `home`, or something moved."""
+        return tuple(t.data_ptr() for t in tensors_of(self._model)) + tuple(t.data_ptr() for t in kv_layers(self._pool))
+
+    def open_weights(self) -> int:
+        """Copy the host image low. Bytes copied."""
+        self._buffer[: self.weight_bytes].copy_(self.image, non_blocking=True)
+        return self.weight_bytes
+
+    def poison(self) -> None:
+        """Overwrite all that is not the model's weights with garbage: whatever is read there unwritten shows."""
+        self._buffer[self.weight_bytes :].fill_(POISON)
+
+    def open_kv(self) -> None:
+        """Zero the padding page, which idle rows of a batch read and write."""
+        for layer in self._kv:
+            layer[: self._page_size].zero_()
+
+
+def _up(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

@@ -1,0 +1,134 @@
+"""Opening a model: its scheduler built, its weights and KV placed in the buffer, what was assumed checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import use_context
+
+from talaria_common.errors import EngineError
+from talaria_gpu.engine.contract import ModelInfo
+from talaria_gpu.engine.sglang import checks, runtime
+from talaria_gpu.engine.sglang.calls import Call
+from talaria_gpu.engine.sglang.layout import Region
+from talaria_gpu.engine.sglang.scheduler import SlotScheduler
+from talaria_gpu.engine.sglang.spec import ModelSpec
+
+_SLACK = 64 << 20
+"""Bytes in an estimate for what loading adds to the files: rotary tables, absorbed projections."""
+
+
+@dataclass(slots=True)
+class OpenModel:
+    """A model as the engine holds it."""
+
+    info: ModelInfo
+    context: Any
+    scheduler: SlotScheduler
+    region: Region
+    calls: dict[str, Call] = field(default_factory=dict)
+    """Unfinished calls by SGLang's rid."""
+    kv_epoch: int = 0
+    sessions: set[str] = field(default_factory=set)
+
+
+def open_model(
+    name: str,
+    spec: ModelSpec,
+    buffer: torch.Tensor,
+    *,
+    device: str,
+    kv_tokens: int,
+    page_size: int,
+    max_running: int,
+    chunked_prefill_tokens: int,
+    seed: int,
+) -> OpenModel:
+    """Build one model over `buffer`; its weights are there when this returns, and every other model's are not.
+
+    Raises:
+        EngineError: it does not fit, or SGLang differs from what this adapter assumes.
+    """
+    args = runtime.server_args(
+        spec,
+        device=device,
+        context_tokens=_context_length(spec),
+        kv_tokens=kv_tokens,
+        page_size=page_size,
+        max_running=max_running,
+        chunked_prefill_tokens=chunked_prefill_tokens,
+        seed=seed,
+    )
+    context = runtime.new_context(args)
+    placed: list[Region] = []
+
+    def place(scheduler: SlotScheduler) -> None:
+        runner = scheduler.model_runner
+        placed.append(
+            Region(name, runner.model, runner.token_to_kv_pool, page_size, buffer, pin=buffer.device.type == "cuda")
+        )
+
+    with use_context(context), runtime.building(device):
+        scheduler = SlotScheduler(args, runtime.port_args(), on_memory=place)
+    region = placed[0]
+    checks.check_built(name, scheduler, kv_tokens, page_size)
+    checks.check_inside(name, scheduler, buffer)
+    limit = scheduler.context_tokens
+    info = ModelInfo(
+        name=name,
+        context_tokens=min(spec.context_tokens or limit, limit),
+        kv_capacity_tokens=scheduler.max_total_num_tokens,
+        weight_bytes=region.weight_bytes,
+        kv_bytes_per_token=region.kv_bytes_per_token,
+        max_running=max_running,
+        eos_token_ids=tuple(sorted(scheduler.model_config.hf_eos_token_id or ())),
+        vocab_size=scheduler.model_config.vocab_size,
+    )
+    return OpenModel(info=info, context=context, scheduler=scheduler, region=region)
+
+
+def estimate_bytes(models: dict[str, ModelSpec], kv_tokens: int, page_size: int) -> int:
+    """About what the largest model needs, from its files alone: for a buffer whose size nobody gave.
+
+    Some slack is in it. Where it falls short (unusual post-processing), opening says so with the exact numbers.
+    """
+    return max(_estimate(spec, kv_tokens + page_size) for spec in models.values())
+
+
+def _estimate(spec: ModelSpec, rows: int) -> int:
+    config = _config(spec)
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    wanted = stored if spec.dtype == "auto" else spec.dtype
+    width = _width(wanted)
+    weights = sum(file.stat().st_size for file in spec.path.glob("*.safetensors")) * width // _width(stored)
+    layers = config["num_hidden_layers"]
+    if config.get("kv_lora_rank"):
+        per_layer = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    else:
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        per_layer = 2 * config.get("num_key_value_heads", heads) * head_dim
+    return int(weights * 1.05) + rows * layers * per_layer * width + _SLACK
+
+
+def _context_length(spec: ModelSpec) -> int | None:
+    """SGLang's context_length: it serves two tokens less than it is told (`SlotScheduler.context_tokens`)."""
+    if spec.context_tokens is None:
+        return None
+    longest = int(_config(spec).get("max_position_embeddings", spec.context_tokens))
+    return min(spec.context_tokens + 2, max(longest, spec.context_tokens))
+
+
+def _config(spec: ModelSpec) -> dict[str, Any]:
+    try:
+        loaded: dict[str, Any] = json.loads((spec.path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise EngineError(f"{spec.path}: no readable config.json: {e}") from e
+    return loaded
+
+
+def _width(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)

@@ -1,0 +1,102 @@
+"""Several SGLang runtimes in one process: server arguments and a runtime context per model, process groups shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang.srt.distributed import bootstrap
+from sglang.srt.layers.rotary_embedding import factory as rotary_factory
+from sglang.srt.models.deepseek_common import attention_backend_handler as mla
+from sglang.srt.runtime_context import SpawnRanks, create_context, get_parallel
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils.network import get_free_port
+
+from talaria_gpu.engine.sglang.spec import ModelSpec
+
+CPU_ATTENTION = "torch_native"
+_groups: dict[str, Any] = {}
+"""The process groups that the first model's start made. They belong to the process, as SGLang's own flag of it does."""
+
+
+def server_args(
+    spec: ModelSpec,
+    *,
+    device: str,
+    context_tokens: int | None,
+    kv_tokens: int,
+    page_size: int,
+    max_running: int,
+    chunked_prefill_tokens: int,
+    seed: int,
+) -> ServerArgs:
+    """One model's arguments. What is fixed here is what the adapter relies on: one step at a time, its own tree."""
+    kind, _, index = device.partition(":")
+    args: dict[str, Any] = {
+        "model_path": str(spec.path),
+        "device": kind,
+        "dtype": spec.dtype,
+        "context_length": context_tokens,
+        "base_gpu_id": int(index or 0),
+        "max_total_tokens": kv_tokens,
+        "page_size": page_size,
+        "max_running_requests": max_running,
+        "chunked_prefill_size": max(chunked_prefill_tokens // page_size, 1) * page_size,
+        "schedule_policy": "fcfs",
+        "mem_fraction_static": 0.5,  # an upper bound only: max_total_tokens sizes the pool, and checks.py compares
+        "skip_tokenizer_init": True,
+        "disable_overlap_schedule": True,  # a step's result is known when the step returns
+        "log_level": "warning",
+        "random_seed": seed,
+    }
+    if kind == "cpu":
+        args |= {"attention_backend": CPU_ATTENTION, "disable_cuda_graph": True}
+    resolved = ServerArgs(**args)
+    resolved.resolve_once()
+    return resolved
+
+
+def port_args() -> PortArgs:
+    """Port arguments without the IPC endpoints, which `scheduler` does not open."""
+    return PortArgs(
+        tokenizer_ipc_name="",
+        scheduler_input_ipc_name="",
+        detokenizer_ipc_name="",
+        nccl_port=get_free_port(),
+        rpc_ipc_name="",
+        metrics_ipc_name="",
+        tokenizer_worker_ipc_name=None,
+        decoupled_spec_ipc_config=None,
+    )
+
+
+def new_context(args: ServerArgs) -> Any:
+    """A runtime context of its own for one model: what `use_context` selects."""
+    return create_context(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=args.base_gpu_id))
+
+
+@contextmanager
+def building(device: str) -> Iterator[None]:
+    """Around the construction of one model's scheduler, inside its context.
+
+    SGLang starts its process groups once per process and refuses a second time: later models get the first one's. Its
+    cache of rotary embeddings is per process, too; two models that shared a module would share its buffer's address.
+    """
+    rotary_factory._ROPE_DICT.clear()
+    if device == "cpu":
+        # The default rule picks, for a prefill without a prefix, a form of MLA that this backend cannot run.
+        mla.AttentionBackendRegistry.register(CPU_ATTENTION, lambda _attention, _batch: mla.AttnForwardMethod.MLA)
+    start = bootstrap.init_parallel_runtime
+    if _groups:
+        bootstrap.init_parallel_runtime = _adopt_groups
+    try:
+        yield
+        if not _groups:
+            _groups.update({k: v for k, v in get_parallel()._stamp.items() if k.endswith("_group")})
+    finally:
+        bootstrap.init_parallel_runtime = start
+
+
+def _adopt_groups(**_: Any) -> None:
+    get_parallel().override_permanently(**_groups)
