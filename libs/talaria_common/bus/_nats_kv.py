@@ -29,8 +29,12 @@ _LISTING_IDLE_S = 5.0
 """The server forgets a listing's consumer this long after we have gone."""
 
 
-async def open_bucket(js: Any, bucket: str, ttl_s: float | None) -> None:
-    """Make `bucket` unless it is there; a given `ttl_s` is enforced on an existing one too."""
+async def open_bucket(js: Any, bucket: str, ttl_s: float | None) -> bool:
+    """Make `bucket` unless it is there; a given `ttl_s` is enforced on an existing one too.
+
+    Returns:
+        Whether it allows direct reads: ours do, one made by somebody else need not.
+    """
     stream = f"KV_{bucket}"
     try:
         info = await js.stream_info(stream)
@@ -40,10 +44,11 @@ async def open_bucket(js: Any, bucket: str, ttl_s: float | None) -> None:
         except js_errors.BadRequestError as e:
             if e.err_code != NAME_IN_USE:  # else somebody else made it between our two calls
                 raise
-        return
+        return True
     if ttl_s is not None and info.config.max_age != ttl_s:
         window = min(_DUPLICATE_WINDOW_S, ttl_s)
         await js.update_stream(info.config.evolve(max_age=ttl_s, duplicate_window=window))
+    return bool(info.config.allow_direct)
 
 
 class NatsKv:
@@ -51,6 +56,7 @@ class NatsKv:
 
     Args:
         bucket: its name.
+        direct: read with direct gets.
         jetstream: gives the current JetStream context; raises BusError while disconnected.
         max_payload: gives the server's limit in bytes.
         register: called with a new watch, so that the bus can restart it after a reconnect.
@@ -60,6 +66,7 @@ class NatsKv:
         self,
         bucket: str,
         *,
+        direct: bool,
         jetstream: Callable[[], Any],
         max_payload: Callable[[], int],
         register: Callable[[NatsWatch], None],
@@ -67,6 +74,7 @@ class NatsKv:
         self._bucket = bucket
         self._stream = f"KV_{bucket}"
         self._prefix = f"$KV.{bucket}."
+        self._direct = direct
         self._js = jetstream
         self._max_payload = max_payload
         self._register = register
@@ -127,7 +135,7 @@ class NatsKv:
 
     async def _watcher(self, *, meta_only: bool = False) -> Any:
         js = self._js()
-        kv = KeyValue(name=self._bucket, stream=self._stream, pre=self._prefix, js=js, direct=True)
+        kv = KeyValue(name=self._bucket, stream=self._stream, pre=self._prefix, js=js, direct=self._direct)
         async for attempt in _until_ready():
             with attempt:
                 return await kv.watchall(meta_only=meta_only, inactive_threshold=_LISTING_IDLE_S)
@@ -138,7 +146,7 @@ class NatsKv:
             try:
                 async for attempt in _until_ready():
                     with attempt:
-                        return await self._js().get_last_msg(self._stream, self._prefix + key, direct=True)
+                        return await self._js().get_last_msg(self._stream, self._prefix + key, direct=self._direct)
             except js_errors.NotFoundError:
                 return None
         raise AssertionError("unreachable: stamina returns or raises")
