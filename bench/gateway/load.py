@@ -82,6 +82,7 @@ class Client(asyncio.Protocol):
         self.arrivals: list[tuple[float, int]] = []
         self.ended = 0.0
         self.busy = False
+        self.closed = asyncio.Event()
         self._parts: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -109,6 +110,7 @@ class Client(asyncio.Protocol):
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
         if self.busy:
             self._finish(f"connection lost: {exc}")
 
@@ -149,7 +151,7 @@ class Client(asyncio.Protocol):
     def close(self) -> None:
         """Hang up."""
         self.busy = False
-        self._transport.close()
+        self._transport.abort()
 
 
 class Window:
@@ -258,6 +260,7 @@ async def run(job: Job) -> Result:
         gc.enable()
         for client in clients:
             client.close()
+        await asyncio.gather(*(client.closed.wait() for client in clients))
     return Result(
         requests=window.requests,
         wall_s=wall_s,

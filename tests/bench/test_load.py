@@ -30,6 +30,7 @@ async def worker(**paces):
                 await writer.wait_closed()
                 break
         yield port
+        await asyncio.sleep(0.01)  # for the server's side to see that the clients have gone
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -77,20 +78,27 @@ async def test_a_refusal_is_an_error_not_a_request():
     assert "400" in result.errors[0]
 
 
-async def answer_with(payload: bytes):
-    """A server that gives every request the same bytes; none: it hangs."""
+class Same(asyncio.Protocol):
+    """Answers any request with the same bytes and hangs up; with no bytes it leaves the client waiting."""
 
-    async def serve_one(reader, writer):
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            await reader.readuntil(b"\r\n\r\n")
-            if not payload:
-                await reader.read()  # until the client hangs up
-            writer.write(payload)
-            await writer.drain()
-        writer.close()
+    def __init__(self, payload: bytes) -> None:
+        self.payload = payload
 
-    server = await asyncio.start_server(serve_one, "127.0.0.1", 0)
-    return server, server.sockets[0].getsockname()[1]
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def data_received(self, data):
+        if self.payload:
+            self.transport.write(self.payload)
+            self.transport.close()
+
+
+@contextlib.asynccontextmanager
+async def answering(payload: bytes):
+    server = await asyncio.get_running_loop().create_server(lambda: Same(payload), "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+        await asyncio.sleep(0.01)  # for the server's side to see that the clients have gone
 
 
 def http(body: bytes) -> bytes:
@@ -114,16 +122,14 @@ DONE = b"data: [DONE]\n\n"
     ],
 )
 async def test_wrong_answers_are_found(answer, error):
-    server, port = await answer_with(answer)
-    async with server:
+    async with answering(answer) as port:
         result = await run(job(port, clients=1))
     assert result.requests == 0
     assert error in result.errors[0]
 
 
 async def test_a_hanging_system_ends_the_job():
-    server, port = await answer_with(b"")
-    async with server:
+    async with answering(b"") as port:
         with pytest.raises(TimeoutError):
             await run(job(port, clients=1, timeout_s=0.2))
 
