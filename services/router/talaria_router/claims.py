@@ -1,0 +1,151 @@
+"""Carries out partition ownership: heartbeats, the bucket's watch, compare-and-set writes, a bounded number at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+import structlog
+
+from talaria_common.bus import KvBucket
+from talaria_common.clock import Clock, to_ms
+from talaria_common.errors import BusError
+from talaria_common.settings import Settings
+from talaria_common.wire import encode
+from talaria_router.messages import Gained, Lost
+from talaria_router.ownership import (
+    Effect,
+    Ownership,
+    Presence,
+    Superseded,
+    TryClaim,
+    TryRelease,
+    partition_key,
+    router_key,
+)
+
+log = structlog.get_logger(__name__)
+
+WRITES_AT_ONCE = 16
+
+
+class Hooks(NamedTuple):
+    """What the router does about its partitions."""
+
+    owns: Callable[[Gained | Lost], None]
+    """A partition came or went."""
+    hand_over: Callable[[int], Awaitable[None]]
+    """Write out what a partition's sessions still owe, before it is released."""
+
+
+class Claims:
+    """The shell around `Ownership`.
+
+    Args:
+        bucket: `talaria_partitions`.
+        settings: heartbeat and name.
+        clock: time.
+        epoch: this life of the router.
+        hooks: told of what comes and goes.
+    """
+
+    def __init__(self, bucket: KvBucket, settings: Settings, clock: Clock, epoch: str, hooks: Hooks) -> None:
+        self._bucket = bucket
+        self._clock = clock
+        self._hooks = hooks
+        self._heartbeat_s = settings.mesh.heartbeat_s
+        presence = Presence(router=settings.router.id, epoch=epoch, started_ms=to_ms(clock.now()))
+        self.ownership = Ownership(presence, self._heartbeat_s, settings.mesh.missed)
+        self.superseded: asyncio.Event = asyncio.Event()
+        """Set when a younger process took our name: the process must end."""
+        self._writes = asyncio.Semaphore(WRITES_AT_ONCE)
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._writing: set[asyncio.Task[Any]] = set()
+
+    async def start(self) -> None:
+        """Begin; partitions come as they are claimed."""
+        self._tasks = [asyncio.ensure_future(work) for work in (self._beat(), self._watch(), self._ticks())]
+
+    async def stop(self) -> None:
+        """Change nothing any more; what is ours stays ours until `leave`, or until we are missed."""
+        for task in [*self._tasks, *self._writing]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._writing, return_exceptions=True)
+        self._tasks = []
+
+    async def leave(self) -> None:
+        """Give everything back, so that others need not wait for us to be missed. Errors do not matter."""
+        effects = self.ownership.release_all()
+        await asyncio.gather(*(self._release(e) for e in effects if isinstance(e, TryRelease)))
+        with contextlib.suppress(BusError):
+            await self._bucket.delete(router_key(self.ownership.me.router))
+
+    async def _beat(self) -> None:
+        key, value = router_key(self.ownership.me.router), encode(self.ownership.me)
+        while True:
+            try:
+                await self._bucket.put(key, value)
+            except BusError as e:
+                log.debug("heartbeat not written", error=e.message)
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                watch = await self._bucket.watch()
+                try:
+                    async for key, entry in watch:
+                        value, revision = (None, 0) if entry is None else (entry.value, entry.revision)
+                        self._carry_out(self.ownership.changed(self._clock.now(), key, value, revision))
+                finally:
+                    await watch.stop()
+            except BusError as e:
+                log.info("the watch on partitions ended", error=e.message)
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _ticks(self) -> None:
+        while True:
+            self._carry_out(self.ownership.tick(self._clock.now()))
+            await asyncio.sleep(self._heartbeat_s / 5)
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Gained | Lost):
+                self._hooks.owns(effect)
+            elif isinstance(effect, Superseded):
+                log.error("another process runs under this router's name", epoch=effect.epoch)
+                self.superseded.set()
+            else:
+                work = self._claim(effect) if isinstance(effect, TryClaim) else self._release(effect)
+                task = asyncio.ensure_future(work)
+                self._writing.add(task)
+                task.add_done_callback(self._writing.discard)
+
+    async def _claim(self, effect: TryClaim) -> None:
+        key, value = partition_key(effect.partition), self.ownership.claim_value()
+        try:
+            async with self._writes:
+                if effect.last is None:
+                    revision = await self._bucket.create(key, value)
+                else:
+                    revision = await self._bucket.update(key, value, effect.last)
+        except BusError as e:
+            log.debug("claim refused", partition=effect.partition, error=e.message)
+            self.ownership.refused(effect.partition)
+            return
+        self._carry_out(self.ownership.claimed(effect.partition, revision, may_hold=effect.may_hold))
+
+    async def _release(self, effect: TryRelease) -> None:
+        key, value = partition_key(effect.partition), self.ownership.release_value()
+        try:
+            async with self._writes:
+                await self._hooks.hand_over(effect.partition)
+                self._hooks.owns(Lost(effect.partition))
+                revision = await self._bucket.update(key, value, effect.last)
+        except BusError as e:
+            log.debug("release refused", partition=effect.partition, error=e.message)
+            self.ownership.refused(effect.partition)
+            return
+        self.ownership.released(effect.partition, revision)

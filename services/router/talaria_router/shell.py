@@ -1,0 +1,290 @@
+"""The router's shell: feeds the core from the bus and carries out what it says. No policy here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from talaria_common import subjects
+from talaria_common.bus import Bus, KvBucket, Message, Subscription
+from talaria_common.clock import Clock, to_ms
+from talaria_common.errors import BusError
+from talaria_common.ids import PARTITIONS, new_epoch
+from talaria_common.settings import Settings
+from talaria_common.wire import (
+    ClusterView,
+    Completion,
+    ControlReply,
+    ControlRequest,
+    RouteRequest,
+    Snapshot,
+    WireError,
+    decode,
+    encode,
+)
+from talaria_router.claims import Claims, Hooks
+from talaria_router.config import PROBE_WAIT_S, RouterConfig
+from talaria_router.core import RouterCore
+from talaria_router.messages import (
+    Ask,
+    Dirty,
+    Effect,
+    Emit,
+    Follow,
+    Gained,
+    Load,
+    Lost,
+    Probe,
+    Probed,
+    Reply,
+    Restored,
+    SessionRecord,
+    Tick,
+)
+from talaria_router.writer import SessionWriter
+
+log = structlog.get_logger(__name__)
+
+TICK_S = 0.05
+READS_AT_ONCE = 64
+
+
+class RouterShell:
+    """One router process's work. `start`, then it runs until `close`.
+
+    Args:
+        bus: a connection; it stays the caller's.
+        settings: the whole configuration.
+        clock: time.
+    """
+
+    def __init__(self, bus: Bus, settings: Settings, clock: Clock) -> None:
+        self.settings = settings
+        self.epoch = new_epoch()
+        self.name = settings.router.id
+        self.core = RouterCore(RouterConfig.of(settings), self.name, self.epoch)
+        self.malformed = 0
+        """Messages that did not fit their schema."""
+        self._bus = bus
+        self._clock = clock
+        self._outbox: deque[tuple[Message | str, bytes]] = deque()
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._subs: list[Subscription] = []
+        self._routes: dict[int, Subscription] = {}
+        self._route_changes: asyncio.Queue[Gained | Lost] = asyncio.Queue()
+        self._follow_sub: Subscription | None = None
+        self._follow = False
+        self._follow_lock = asyncio.Lock()
+        self._reads = asyncio.Semaphore(READS_AT_ONCE)
+        self._sessions: KvBucket
+        self._claims: Claims
+        self._writer: SessionWriter
+
+    async def start(self) -> None:
+        """Open the buckets, subscribe, and begin to claim partitions."""
+        bus = self._bus
+        self._sessions = await bus.kv(subjects.KV_SESSIONS, ttl_s=self.settings.router.session_idle_s)
+        self._writer = SessionWriter(self._sessions, self.core.record, self._ours)
+        bucket = await bus.kv(subjects.KV_PARTITIONS)
+        hooks = Hooks(self._owns, self._writer.hand_over)
+        self._claims = Claims(bucket, self.settings, self._clock, self.epoch, hooks)
+        self._subs.append(await bus.subscribe(subjects.ALL_COMPLETIONS, self._on_completion))
+        self._subs.append(await bus.subscribe(subjects.CLUSTER, self._on_view))
+        self.spawn(self._send())
+        self.spawn(self._ticks())
+        self.spawn(self._writer.run())
+        self.spawn(self._follow_routes())
+        await self._claims.start()
+
+    @property
+    def claims(self) -> Claims:
+        """This router's partitions."""
+        return self._claims
+
+    def not_ready(self) -> list[str]:
+        """Why this router cannot serve now, for people; [] when it can."""
+        why = []
+        if not self._bus.connected:
+            why.append("the message bus is away")
+        if not self.core.state.owned and len(self._claims.ownership.live) <= 1:
+            why.append(f"no partition is claimed yet ({self._claims.ownership.unowned} of {PARTITIONS} have no owner)")
+        if not any(True for _ in self.core.state.cluster.instances()):
+            why.append("no snapshot of any instance has come yet")
+        return why
+
+    async def close(self) -> None:
+        """Give the partitions back, write what is dirty, stop."""
+        await self._claims.stop()
+        with contextlib.suppress(BusError):
+            await self._writer.flush()
+        await self._claims.leave()
+        for sub in [*self._subs, *self._routes.values()]:
+            with contextlib.suppress(BusError):
+                await sub.drain()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._send_all()
+
+    # --- from the bus into the core
+
+    def _on_route(self, message: Message) -> None:
+        try:
+            request = decode(message.data, RouteRequest)
+        except WireError as e:
+            self._bad(message, e)
+            return
+        self._handle(Ask(request, message))
+
+    def _on_completion(self, message: Message) -> None:
+        try:
+            completion = decode(message.data, Completion)
+        except WireError as e:
+            self._bad(message, e)
+            return
+        self._handle(completion)
+
+    def _on_view(self, message: Message) -> None:
+        try:
+            view = decode(message.data, ClusterView)
+        except WireError as e:
+            self._bad(message, e)
+            return
+        self._handle(view)
+
+    def _on_snapshot(self, message: Message) -> None:
+        try:
+            snapshot = decode(message.data, Snapshot)
+        except WireError as e:
+            self._bad(message, e)
+            return
+        self._handle(snapshot)
+
+    def _bad(self, message: Message, error: WireError) -> None:
+        self.malformed += 1
+        log.warning("malformed message", subject=message.subject, error=str(error))
+
+    async def _ticks(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._handle(Tick())
+
+    def _handle(self, message: Any) -> None:
+        self._carry_out(self.core.handle(self._clock.now(), message))
+
+    # --- from the core to the bus
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Reply):
+                assert isinstance(effect.to, Message)
+                self._outbox.append((effect.to, encode(effect.reply)))
+            elif isinstance(effect, Emit):
+                self._outbox.append((subjects.event(effect.event.kind, self.name), encode(effect.event)))
+            elif isinstance(effect, Dirty):
+                self._writer.mark(effect.key)
+            elif isinstance(effect, Load):
+                self.spawn(self._load(effect.key))
+            elif isinstance(effect, Probe):
+                self.spawn(self._probe(effect.iid))
+            else:
+                assert isinstance(effect, Follow)
+                self._follow = effect.on
+                self.spawn(self._follow_snapshots())
+        if self._outbox:
+            self._wake.set()
+
+    async def _send(self) -> None:
+        """Everything that goes out, in order. A message that cannot be sent is lost: asks are asked again."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            await self._send_all()
+
+    async def _send_all(self) -> None:
+        while self._outbox:
+            to, data = self._outbox.popleft()
+            try:
+                if isinstance(to, Message):
+                    await self._bus.respond(to, data)
+                else:
+                    await self._bus.publish(to, data)
+            except BusError as e:
+                log.debug("not sent", to=to if isinstance(to, str) else to.subject, error=e.message)
+
+    async def _load(self, key: str) -> None:
+        record: SessionRecord | None = None
+        try:
+            async with self._reads:
+                entry = await self._sessions.get(key)
+            if entry is not None:
+                record = decode(entry.value, SessionRecord)
+        except (BusError, WireError) as e:
+            log.warning("session not read", key=key, error=str(e))
+        self._handle(Restored(key, record))
+
+    async def _probe(self, iid: str) -> None:
+        request = ControlRequest(deadline_ms=to_ms(self._clock.now() + PROBE_WAIT_S))
+        ok, epoch = False, ""
+        try:
+            answer = await self._bus.request(subjects.control(iid, "health"), encode(request), timeout_s=PROBE_WAIT_S)
+            reply = decode(answer.data, ControlReply)
+            ok, epoch = reply.ok and reply.iid == iid and reply.status in {"", "ready"}, reply.epoch
+        except (BusError, WireError) as e:
+            log.info("health probe failed", iid=iid, error=str(e))
+        self._handle(Probed(iid, ok, epoch))
+
+    async def _follow_snapshots(self) -> None:
+        async with self._follow_lock:
+            try:
+                if self._follow and self._follow_sub is None:
+                    log.warning("the cluster view is silent: following the instances' snapshots")
+                    self._follow_sub = await self._bus.subscribe(subjects.ALL_SNAPSHOTS, self._on_snapshot)
+                elif not self._follow and self._follow_sub is not None:
+                    log.info("the cluster view is back")
+                    sub, self._follow_sub = self._follow_sub, None
+                    await sub.stop()
+            except BusError as e:
+                log.warning("cannot follow snapshots", error=e.message)
+
+    # --- partitions
+
+    def _owns(self, change: Gained | Lost) -> None:
+        """A partition came or went: the core knows at once, the subscription follows."""
+        self._handle(change)
+        self._route_changes.put_nowait(change)
+
+    async def _follow_routes(self) -> None:
+        while True:
+            change = await self._route_changes.get()
+            partition = change.partition
+            try:
+                if isinstance(change, Gained) and partition not in self._routes:
+                    self._routes[partition] = await self._bus.subscribe(subjects.route(partition), self._on_route)
+                elif isinstance(change, Lost) and partition in self._routes:
+                    await self._routes.pop(partition).stop()
+            except BusError as e:
+                log.warning("cannot follow a partition", partition=partition, error=e.message)
+                await asyncio.sleep(self.settings.mesh.heartbeat_s)
+                self._route_changes.put_nowait(change)
+
+    def _ours(self, key: str) -> bool:
+        return int(key[:8], 16) % PARTITIONS in self.core.state.owned
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` until it ends or the shell closes; what it raises is logged, not lost."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the router failed", exc_info=task.exception())

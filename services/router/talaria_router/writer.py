@@ -1,0 +1,87 @@
+"""Sessions written behind: the newest record of each changed key, coalesced, a bounded number of writes at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from talaria_common.bus import KvBucket
+from talaria_common.errors import BusError
+from talaria_common.ids import PARTITIONS
+from talaria_common.wire import encode
+from talaria_router.messages import SessionRecord
+
+log = structlog.get_logger(__name__)
+
+INTERVAL_S = 0.1
+AT_ONCE = 32
+
+
+class SessionWriter:
+    """Writes what `record` says of the keys marked dirty. A key that changes again before its turn is written once.
+
+    Args:
+        bucket: `talaria_sessions`.
+        record: the key's record now; None: delete it.
+        ours: whether the key's partition is ours; another owner's record is never overwritten.
+    """
+
+    def __init__(
+        self, bucket: KvBucket, record: Callable[[str], SessionRecord | None], ours: Callable[[str], bool]
+    ) -> None:
+        self._bucket = bucket
+        self._record = record
+        self._ours = ours
+        self._dirty: dict[str, None] = {}
+        self.failures = 0
+
+    def mark(self, key: str) -> None:
+        """The key's record changed."""
+        self._dirty[key] = None
+
+    def __len__(self) -> int:
+        return len(self._dirty)
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what is dirty now. What fails is tried again in the next round."""
+        keys = list(self._dirty)
+        for start in range(0, len(keys), AT_ONCE):
+            batch = keys[start : start + AT_ONCE]
+            for key in batch:
+                self._dirty.pop(key, None)
+            done = await asyncio.gather(*(self._write(key) for key in batch))
+            failed = [key for key, ok in zip(batch, done, strict=True) if not ok]
+            for key in failed:
+                self._dirty.setdefault(key)
+            if failed:
+                self.failures += len(failed)
+                return
+
+    async def hand_over(self, partition: int) -> None:
+        """Write what is dirty in one partition, which is about to be another's. What fails is lost to it."""
+        keys = [key for key in self._dirty if int(key[:8], 16) % PARTITIONS == partition]
+        for key in keys:
+            del self._dirty[key]
+        await asyncio.gather(*(self._write(key) for key in keys))
+
+    async def _write(self, key: str) -> bool:
+        if not self._ours(key):
+            return True
+        record = self._record(key)
+        try:
+            if record is None:
+                await self._bucket.delete(key)
+            else:
+                await self._bucket.put(key, encode(record))
+        except BusError as e:
+            log.debug("session not written", key=key, error=e.message)
+            return False
+        return True
