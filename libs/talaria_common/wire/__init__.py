@@ -19,7 +19,7 @@ from talaria_common.wire.call import (
 )
 from talaria_common.wire.control import ControlReply, ControlRequest, Event
 from talaria_common.wire.route import CandidateCost, Fence, Placement, RouteReply, RouteRequest, Verdict
-from talaria_common.wire.snapshot import ClusterView, InstanceView, ModelState, SeenPlacements, Snapshot
+from talaria_common.wire.snapshot import ClusterView, InstanceView, ModelState, Presence, SeenPlacements, Snapshot
 
 __all__ = [
     "FORWARD_HEADER",
@@ -39,6 +39,7 @@ __all__ = [
     "InstanceView",
     "ModelState",
     "Placement",
+    "Presence",
     "RouteReply",
     "RouteRequest",
     "SeenPlacements",

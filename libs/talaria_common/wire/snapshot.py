@@ -79,6 +79,21 @@ class Snapshot(Wire, frozen=True, kw_only=True):
     engine_restarts: int = 0
 
 
+class Presence(Wire, frozen=True, kw_only=True):
+    """An instance's entry in the KV bucket talaria_instances, key = iid.
+
+    Written at start and after each reconnect, deleted when it ends in order. Life itself is in the snapshots.
+    """
+
+    iid: str
+    epoch: str
+    pool: Literal["hot", "cold"]
+    models: tuple[str, ...] = ()
+    host: str = ""
+    pid: int = 0
+    started_ms: int = 0
+
+
 class InstanceView(Wire, frozen=True, kw_only=True):
     """A snapshot as telemetry holds it."""
 

@@ -42,7 +42,6 @@ from talaria_instance.messages import (
     EngineStarting,
     Forward,
     KillEngine,
-    LoadTokenizers,
     Message,
     Prepare,
     Prepared,
@@ -65,7 +64,7 @@ class InstanceCore:
     Args:
         settings: this instance's.
         epoch: of this process's life.
-        tokenizers: by model; filled by the shell on `LoadTokenizers`, read only.
+        tokenizers: by model, filled by the shell before it passes on an engine's `Ready`; read only.
         skew_s: clock difference between hosts that deadlines forgive.
         heartbeat_s: time between `Tick`s.
     """
@@ -246,7 +245,6 @@ class InstanceCore:
 
     def _ready(self, now: float, report: Ready) -> None:
         self.engine.ready(now, report)
-        self._out.append(LoadTokenizers(self.settings.models, report.paths))
 
     def _progress(self, _now: float, report: Progress) -> None:
         self.engine.reason = report.message

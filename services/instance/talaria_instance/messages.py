@@ -110,7 +110,10 @@ class EngineStarting:
 
 @dataclass(frozen=True, slots=True)
 class EngineSaid:
-    """The engine process reported. Reports of an older generation are ignored."""
+    """The engine process reported. Reports of an older generation are ignored.
+
+    `Ready` comes here when the models' tokenizers are loaded, and nothing of that engine before it but `Progress`.
+    """
 
     generation: int
     report: Report
@@ -193,14 +196,6 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadTokenizers:
-    """The engine is ready and these are its models' directories; done before the next `Prepare`."""
-
-    models: tuple[str, ...]
-    paths: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
 class StartEngine:
     """Start the engine process after `delay_s`, then say `EngineStarting`."""
 
@@ -215,4 +210,4 @@ class KillEngine:
     generation: int
 
 
-Effect = Answer | Publish | Prepare | Tell | LoadTokenizers | StartEngine | KillEngine
+Effect = Answer | Publish | Prepare | Tell | StartEngine | KillEngine

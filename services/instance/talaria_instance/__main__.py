@@ -1,0 +1,6 @@
+"""`python -m talaria_instance --config FILE --id IID`."""
+
+from talaria_instance.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Tokenises bodies: small ones at once, big ones in a thread, so that the event loop never stalls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import structlog
+
+from talaria_common.errors import EngineError, TalariaError
+from talaria_gpu.text import ENCODE_INLINE_BYTES, Tokenizer, load_tokenizer
+from talaria_instance.messages import Prepare, Prepared, PrepareFailed
+from talaria_instance.request import tokenise
+
+log = structlog.get_logger(__name__)
+
+THREADS = 2
+
+
+class Preparer:
+    """Args: done: called on the event loop with each outcome, before `prepare` returns for a small body."""
+
+    def __init__(self, done: Callable[[Prepared | PrepareFailed], None]) -> None:
+        self._done = done
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._loaded: dict[str, str | None] = {}
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        """By model; a live view."""
+        return self._tokenizers
+
+    async def load(self, models: Iterable[str], paths: Mapping[str, str]) -> None:
+        """Load the models' tokenizers, those that are not loaded already, in a thread.
+
+        Raises:
+            ValueError: a model's directory has no tokenizer that loads.
+        """
+        for model in models:
+            path = paths.get(model)
+            if model not in self._loaded or self._loaded[model] != path:
+                tokenizer = await asyncio.to_thread(load_tokenizer, Path(path) if path is not None else None)
+                self._tokenizers[model] = tokenizer
+                self._loaded[model] = path
+
+    def prepare(self, request: Prepare) -> None:
+        """Tokenise; the outcome goes to `done`."""
+        if len(request.body) <= ENCODE_INLINE_BYTES:
+            self._done(self._run(request))
+            return
+        future = asyncio.get_running_loop().run_in_executor(self._pool, self._run, request)
+        task = asyncio.ensure_future(self._deliver(future))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Drop what waits."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _deliver(self, future: asyncio.Future[Prepared | PrepareFailed]) -> None:
+        self._done(await future)
+
+    def _run(self, request: Prepare) -> Prepared | PrepareFailed:
+        try:
+            tokenizer = self._tokenizers[request.head.model]
+            return Prepared(request.key, tokenise(request.body, request.head.endpoint, tokenizer))
+        except TalariaError as e:
+            return PrepareFailed(request.key, e.info())
+        except Exception as e:  # a template or tokenizer that fails must cost one call, not the instance
+            log.exception("tokenising failed", rid=request.key.rid, model=request.head.model, trace=request.trace)
+            return PrepareFailed(request.key, EngineError(f"tokenising failed: {e}").info())

@@ -1,0 +1,65 @@
+"""The way out to the bus: one queue and one task, so that messages leave in the order in which they were decided."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from talaria_common.bus import Bus, Message
+from talaria_common.errors import TalariaError
+from talaria_common.wire import encode
+
+log = structlog.get_logger(__name__)
+
+
+class Sender:
+    """Args: bus: where to; refused: called with a message's type name when the bus does not take it."""
+
+    def __init__(self, bus: Bus, refused: Callable[[str], None]) -> None:
+        self._bus = bus
+        self._refused = refused
+        self._queue: deque[tuple[str | Message, msgspec.Struct]] = deque()
+        self._wake = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._failing = False
+
+    def put(self, to: str | Message, message: msgspec.Struct) -> None:
+        """Publish on the subject `to`, or answer the request `to`."""
+        self._queue.append((to, message))
+        self._empty.clear()
+        self._wake.set()
+
+    async def flush(self) -> None:
+        """Return when the queue is empty."""
+        await self._empty.wait()
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                to, message = self._queue.popleft()
+                await self._send(to, message)
+            self._empty.set()
+
+    async def _send(self, to: str | Message, message: msgspec.Struct) -> None:
+        try:
+            data = encode(message)
+            if isinstance(to, str):
+                await self._bus.publish(to, data)
+            else:
+                await self._bus.respond(to, data)
+        except TalariaError as e:
+            # Frames and completions may be lost: a seq gap or the snapshots tell the other side.
+            self._refused(type(message).__name__)
+            if not self._failing:
+                log.warning("the bus does not take messages", error=e.message, message=type(message).__name__)
+            self._failing = True
+        else:
+            self._failing = False
