@@ -48,7 +48,7 @@ class TryClaim(NamedTuple):
 
 
 class TryRelease(NamedTuple):
-    """Write out what the partition's sessions still owe, stop routing (`Lost`), then write nobody's claim over `last`."""
+    """Write out what the partition's sessions still owe, stop routing (`Lost`), then claim for nobody over `last`."""
 
     partition: int
     last: int
