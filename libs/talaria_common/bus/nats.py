@@ -262,19 +262,52 @@ class NatsBus:
 
     # --- below: the connection's life
 
-    async def _open(self, timeout_s: float) -> Any:  # noqa: C901 - four callbacks that share one client
-        """A connected client. Raises BusError."""
+    async def _open(self, timeout_s: float) -> Any:
+        """A connected client. Raises BusError when the time is up, or at once when the user is refused."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while True:
+            got = await self._attempt(until - loop.time())
+            if not isinstance(got, Exception):
+                return got
+            if _refused(got) or loop.time() >= until:
+                url = self._options["servers"]
+                raise BusError(f"cannot connect to the message bus at {url}: {got or repr(got)}") from got
+            await asyncio.sleep(self._options["reconnect_time_wait"])
+
+    async def _attempt(self, timeout_s: float) -> Any:
+        """A connected client, or what kept it from connecting."""
         client = MendedClient()
-        failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        last: list[Exception] = []
+        refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        errors: list[Exception] = [TimeoutError("no answer in time")]
 
         async def on_error(e: Exception) -> None:
             if client is self._client:
                 self._async_error(e)
                 return
-            last.append(e)
-            if "authorization" in str(e).lower() and not failed.done():  # comes as a plain Error too
-                failed.set_result(e)
+            errors.append(e)
+            if _refused(e) and not refused.done():
+                refused.set_result(None)
+
+        connecting = asyncio.ensure_future(client.connect(**self._options, error_cb=on_error, **self._hooks(client)))
+        try:
+            await asyncio.wait({connecting, refused}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done():
+                connecting.result()
+                return client
+        except (nats.errors.Error, OSError) as e:
+            errors.append(e)
+        finally:
+            refused.cancel()
+            if not connecting.done():
+                connecting.cancel()
+                await asyncio.gather(connecting, return_exceptions=True)
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await client.close()
+        return next((e for e in errors if _refused(e)), errors[-1])
+
+    def _hooks(self, client: Any) -> dict[str, Any]:
+        """The callbacks of a client's life; they count for the current client only."""
 
         async def on_disconnected() -> None:
             if client is self._client:
@@ -288,30 +321,7 @@ class NatsBus:
             if client is self._client and not self._closing:
                 self._spawn(self._replace())
 
-        connecting = asyncio.ensure_future(
-            client.connect(
-                **self._options,
-                error_cb=on_error,
-                disconnected_cb=on_disconnected,
-                reconnected_cb=on_reconnected,
-                closed_cb=on_closed,
-            )
-        )
-        try:
-            await asyncio.wait({connecting, failed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if connecting.done():
-                connecting.result()
-                return client
-        except (nats.errors.Error, OSError) as e:
-            last.append(e)
-        finally:
-            failed.cancel()
-            if not connecting.done() or client.is_closed:
-                connecting.cancel()
-                await asyncio.gather(connecting, return_exceptions=True)
-                await client.close()
-        reason = str(last[-1]) if last else f"no answer within {timeout_s} s"
-        raise BusError(f"cannot connect to the message bus at {self._options['servers']}: {reason}")
+        return {"disconnected_cb": on_disconnected, "reconnected_cb": on_reconnected, "closed_cb": on_closed}
 
     def _adopt(self, client: Any) -> None:
         self._client = client
@@ -325,15 +335,17 @@ class NatsBus:
         while True:
             try:
                 client = await self._open(CLOSE_WITHIN_S)
+                with translated("subscribing again"):
+                    for sub in list(self._subs):
+                        await sub.attach(client)
             except BusError as e:
                 self.faults.report("connection", "closed", e.message)
                 await asyncio.sleep(self._options["reconnect_time_wait"])
                 continue
-            for sub in list(self._subs):
-                await sub.attach(client)
-            self._adopt(client)
-            self._back(first=True)
-            return
+            if not client.is_closed:  # while it was not ours yet its closing went unnoticed
+                self._adopt(client)
+                self._back(first=True)
+                return
 
     def _lost(self) -> None:
         if self._up and not self._closing:
@@ -408,3 +420,8 @@ class NatsBus:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _refused(error: Exception) -> bool:
+    """Whether the server refused the user: nats-py has an exception for it, and also says so in a plain one."""
+    return isinstance(error, nats.errors.Error) and "authorization" in str(error).lower()
