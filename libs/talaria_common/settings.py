@@ -46,10 +46,12 @@ class ApiSettings(_Section):
     keepalive_s: float = Field(5.0, gt=0, description="seconds between keep-alive comments of a waiting stream")
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a call, unless it brings a shorter one")
     route_timeout_s: float = Field(1.0, gt=0, description="wait for one answer of the router before asking again")
+    route_give_up_s: float = Field(30.0, gt=0, description="no router answers for this long: 503")
     accept_timeout_s: float = Field(2.0, gt=0, description="wait for an instance to accept a body")
     silence_s: float = Field(2.0, gt=0, description="without a batch for this long an instance is taken for dead")
     max_attempts: int = Field(4, ge=1, description="placements tried for one call before its first token")
     max_pending_frames: int = Field(4096, ge=16, description="frames a slow reader may leave unread before it is cut")
+    drain_s: float = Field(10.0, ge=0, description="at SIGTERM, how long streams may take to finish")
 
 
 class BusSettings(_Section):

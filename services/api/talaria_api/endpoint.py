@@ -1,0 +1,298 @@
+"""The call endpoints as plain ASGI: no framework between the socket and the frames (GATEWAY 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+from starlette.types import Receive, Scope, Send
+
+from talaria_api import errors
+from talaria_api.auth import Authenticator
+from talaria_api.call import Call, ClientGone, Facts, Limits
+from talaria_api.cluster import Cluster
+from talaria_api.errors import ClientGoneError, Header
+from talaria_api.intake import HEADROOM_BYTES, call_timeout_s, check_content_type, read_body
+from talaria_api.link import Link, LiveCall, Sink
+from talaria_api.metrics import ApiMetrics
+from talaria_api.peers import Peers
+from talaria_api.protocol import ABORT
+from talaria_api.render import KEEP_ALIVE, Answer, StreamWriter, Whole
+from talaria_api.sessions import SessionRef, identify
+from talaria_api.sinks import FrameQueue, Gatherer
+from talaria_api.trace import child
+from talaria_api.validate import Request
+from talaria_common.clock import Clock
+from talaria_common.errors import ContextLengthError, ModelNotFoundError, TalariaError
+from talaria_common.ids import new_rid
+from talaria_common.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+_JSON: Header = (b"content-type", b"application/json")
+_SSE: list[Header] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the endpoints share."""
+
+    settings: Settings
+    clock: Clock
+    link: Link
+    peers: Peers
+    cluster: Cluster
+    metrics: ApiMetrics
+    auth: Authenticator
+    limits: Limits
+    api_epoch: str
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One HTTP request and what is known of its answer so far."""
+
+    send: Send
+    rid: str
+    headers: list[Header]
+    began: float
+    status: int = 0
+    sent_bytes: int = 0
+    started: bool = False
+
+    async def start(self, status: int, headers: list[Header]) -> None:
+        self.status, self.started = status, True
+        await self.send({"type": "http.response.start", "status": status, "headers": headers + self.headers})
+
+    async def write(self, data: bytes, *, more: bool) -> None:
+        self.sent_bytes += len(data)
+        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def whole(self, status: int, headers: list[Header], data: bytes) -> None:
+        await self.start(status, [_JSON, (b"content-length", b"%d" % len(data)), *headers])
+        await self.write(data, more=False)
+
+    async def fail(self, error: TalariaError, *, tokens_made: bool = False) -> None:
+        """The whole answer is an error. A client that is gone gets nothing."""
+        if isinstance(error, ClientGoneError):
+            self.status = error.status
+            return
+        await self.whole(error.status, errors.headers(error, tokens_made=tokens_made), errors.body(error))
+
+
+class CallEndpoint:
+    """ASGI application of one call endpoint."""
+
+    def __init__(self, name: str, parse: Callable[[bytes], Request], parts: Parts) -> None:
+        self._name = name
+        self._parse = parse
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        rid = new_rid()
+        it = _Exchange(send, rid, [(b"x-talaria-request", rid.encode())], asyncio.get_running_loop().time())
+        try:
+            await self._serve(scope, receive, it)
+        except TalariaError as e:
+            await it.fail(e)
+        finally:
+            self._parts.metrics.request(self._name, it.status or 499)
+
+    async def _serve(self, scope: Scope, receive: Receive, it: _Exchange) -> None:
+        p = self._parts
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        tenant = p.auth.tenant(headers.get(b"authorization"))
+        check_content_type(headers)
+        timeout_s = call_timeout_s(headers, p.settings.api.request_timeout_s)
+        deadline = p.clock.now() + timeout_s
+        body = await read_body(receive, headers, self._limit_bytes())
+        request = self._parse(body)
+        self._check_model(request)
+        session = identify(headers, request.hints, tenant)
+        it.headers += [
+            (b"x-talaria-session", session.echo()),
+            (b"x-talaria-session-source", session.source.encode()),
+        ]
+        it.began = asyncio.get_running_loop().time()
+        call = Call(self._facts(it.rid, request, tenant, session, deadline), p.limits, p.peers)
+        answer = Answer(it.rid, request, int(time.time()))
+        open_call = partial(self._open, call, body, child(headers.get(b"traceparent")), receive)
+        p.metrics.started(len(body))
+        try:
+            if request.stream:
+                abort = (scope.get("extensions") or {}).get(ABORT, {}).get("call")
+                await self._stream(call, open_call, answer, abort, it)
+            else:
+                await self._whole(call, open_call, answer, it)
+        finally:
+            p.metrics.ended(it.sent_bytes)
+
+    # --- before the call
+
+    def _limit_bytes(self) -> int:
+        bus = self._parts.link.bus
+        limit = self._parts.settings.bus.max_payload_bytes if bus is None else bus.max_payload_bytes
+        return limit - HEADROOM_BYTES
+
+    def _check_model(self, request: Request) -> None:
+        p = self._parts
+        configured = p.settings.models.get(request.model)
+        if configured is None and not p.cluster.knows(request.model):
+            raise ModelNotFoundError(f"the model {request.model!r} does not exist; see /v1/models", param="model")
+        context = configured.context_tokens if configured is not None else None
+        if context is None and p.cluster.fresh(p.clock.now()):
+            context = p.cluster.model(request.model).context_tokens
+        # A prompt has one token at least. Anything finer is for the instance to say: it counts tokens.
+        if context and request.max_tokens is not None and request.max_tokens >= context:
+            raise ContextLengthError(
+                f"{request.max_tokens} new tokens and a prompt do not fit the model's context of {context} tokens",
+                param="max_tokens",
+            )
+
+    def _facts(self, rid: str, request: Request, tenant: str, session: SessionRef, deadline: float) -> Facts:
+        return Facts(
+            rid=rid,
+            endpoint=request.endpoint,
+            api=self._parts.link.api,
+            api_epoch=self._parts.api_epoch,
+            tenant=tenant,
+            session=session.key(tenant),
+            session_source=session.source,
+            model=request.model,
+            prompt_bytes=request.prompt_bytes,
+            max_tokens=request.max_tokens,
+            stream=request.stream,
+            deadline=deadline,
+            parent_session=session.parent_key(tenant),
+            session_final=session.final,
+        )
+
+    # --- the call
+
+    def _open(self, call: Call, body: bytes, trace: str, receive: Receive, sink: Sink) -> _Watched:
+        return _Watched(self._parts.link, LiveCall(call, sink, body, trace), receive)
+
+    async def _whole(self, call: Call, open_call: _OpenCall, answer: Answer, it: _Exchange) -> None:
+        whole = Whole(answer)
+        sink = Gatherer(whole)
+        async with open_call(sink):
+            await sink.wait()
+        self._first_token(sink.first_at, it)
+        it.headers += _placed(call)
+        if sink.error is not None:
+            self._log_failure(call, sink.error)
+            await it.fail(sink.error, tokens_made=call.tokens_made)
+            return
+        final = whole.final
+        if final is not None and final.usage is not None:
+            it.headers.append((b"x-talaria-cache", final.usage.cache_source.encode()))
+        await it.whole(200, [], whole.body())
+
+    async def _stream(
+        self, call: Call, open_call: _OpenCall, answer: Answer, abort: Callable[[], None] | None, it: _Exchange
+    ) -> None:
+        queue = FrameQueue(self._parts.settings.api.max_pending_frames, abort)
+        try:
+            async with open_call(queue):
+                await self._pump(call, queue, StreamWriter(answer), it)
+        finally:
+            queue.close()
+            self._first_token(queue.first_at, it)
+
+    async def _pump(self, call: Call, queue: FrameQueue, writer: StreamWriter, it: _Exchange) -> None:
+        """Write frames as they come, all that wait at once; comments while there are none."""
+        s = self._parts.settings.api
+        loop = asyncio.get_running_loop()
+        nudge_at = it.began + s.early_headers_s
+        while True:
+            await queue.wait(nudge_at)
+            frames, error = queue.take(), queue.error
+            ended = queue.ended
+            if error is not None:
+                self._log_failure(call, error)
+                if not it.started and not frames:
+                    it.headers += _placed(call)
+                    await it.fail(error, tokens_made=call.tokens_made)
+                    return
+            chunks = [writer.frame(frame) for frame in frames]
+            if isinstance(error, ClientGoneError):
+                it.status = error.status
+                return
+            if error is not None:
+                self._parts.metrics.broken(error.code)
+                chunks.append(writer.error(error))
+            if not chunks and not ended and loop.time() >= nudge_at:
+                chunks.append(KEEP_ALIVE)
+            data = b"".join(chunks)
+            if not data and not ended:
+                continue
+            queue.writing = True
+            if not it.started:
+                # Before the first frame the call may still move to another instance: those headers stay out then.
+                known = [*_placed(call), (b"x-talaria-cache", frames[0].cache_source.encode())] if frames else []
+                await it.start(200, [*_SSE, *known])
+            await it.write(data, more=not ended)
+            queue.writing = False
+            if ended:
+                return
+            nudge_at = loop.time() + s.keepalive_s
+
+    def _first_token(self, at: float | None, it: _Exchange) -> None:
+        if at is not None:
+            self._parts.metrics.first_token(self._name, at - it.began)
+
+    def _log_failure(self, call: Call, error: TalariaError) -> None:
+        log.info(
+            "call failed",
+            rid=call.facts.rid,
+            model=call.facts.model,
+            instance=call.iid,
+            attempt=call.attempt,
+            code=error.code,
+            error=error.message,
+        )
+
+
+class _Watched:
+    """Runs a call while watching for the client to go away; leaving before its end cancels it."""
+
+    def __init__(self, link: Link, live: LiveCall, receive: Receive) -> None:
+        self._link = link
+        self._live = live
+        self._receive = receive
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        self._link.open(self._live)
+        self._task = asyncio.create_task(self._watch())
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._link.feed(self._live, ClientGone())  # does nothing if the call has ended
+
+    async def _watch(self) -> None:
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._link.feed(self._live, ClientGone())
+                return
+
+
+_OpenCall = Callable[[Sink], _Watched]
+
+
+def _placed(call: Call) -> list[Header]:
+    placement = call.placement
+    if placement is None:
+        return []
+    return [(b"x-talaria-instance", placement.iid.encode()), (b"x-talaria-route", placement.via.encode())]
