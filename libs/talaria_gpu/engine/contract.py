@@ -82,8 +82,6 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt tokens computed in this step for the first time, counted in the engine."""
     recomputed_tokens: int = 0
     """Tokens computed in this step that had been computed before their call was retracted."""
-    recomputed_tokens: int = 0
-    """Tokens of retracted calls computed once more; not in `prefilled_tokens`."""
     batch: int = 0
     """Calls in the step's batch."""
     wall_ms: float = 0.0

@@ -1,0 +1,230 @@
+"""The slot driver: carries out what the slot scheduler decides on one engine, and measures it.
+
+`submit`, `abort` and `turn` return what the I/O process has to be told. One `turn` is at most one step or one switch. A
+refusal of one call is a report; any other exception out of the engine leaves the driver and is the end of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from talaria_common.clock import Clock
+from talaria_common.errors import BadRequestError, DeadlineError, EngineError, TalariaError
+from talaria_gpu.engine.contract import Engine, EngineCall, StepResult, StepTokens, SwitchTiming
+from talaria_gpu.engine.ipc import Refused, Report, SlotEnded, Status, Stepped, Switched
+from talaria_gpu.engine.profiles import Profiles
+from talaria_gpu.sched import messages as ask
+from talaria_gpu.sched.slots import SlotConfig, SlotScheduler
+
+_STUCK_PAUSE_MAX_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Switching:
+    """A switch under way."""
+
+    timing: SwitchTiming
+    since: float
+
+
+class SlotDriver:
+    """An engine, its scheduler and a clock."""
+
+    def __init__(
+        self, engine: Engine, config: SlotConfig, clock: Clock, *, idle_check_s: float = 0.05, stuck_s: float = 20.0
+    ) -> None:
+        """Drive `engine`; the rotation is the order of its models.
+
+        Args:
+            engine: owned from now on.
+            config: slot budgets.
+            clock: read around steps and switches.
+            idle_check_s: idle time before the engine checks itself for leaks, once after work.
+            stuck_s: an engine that finds nothing to run for this long, though calls wait, is broken.
+        """
+        self._engine = engine
+        self._clock = clock
+        self._models = tuple(engine.models())
+        self._scheduler = SlotScheduler(self._models, config, engine.active, clock.now())
+        self._profiles = Profiles()
+        self._under_way: ask.RunStep | _Switching | None = None
+        self._idle_check_s = idle_check_s
+        self._stuck_s = stuck_s
+        self._stuck_since: float | None = None
+        self._pause_s = 0.0
+        self._check_at: float | None = None
+        """When the leak check after the last work is due; None: it is done."""
+        self._prefilled_tokens = 0
+        self._switches = 0
+        self._idle_checked = 0
+
+    # --- calls
+
+    def submit(self, call: EngineCall) -> list[Report]:
+        """Queue a call; returns its refusal if the engine refuses."""
+        now = self._clock.now()
+        try:
+            if self._scheduler.model_of(call.rid) is not None:
+                raise BadRequestError(f"call {call.rid} is running already")
+            if call.deadline and call.deadline <= now:
+                raise DeadlineError("the call's deadline passed before it reached the engine")
+            self._engine.submit(call)
+        except TalariaError as e:
+            return [Refused(rid=call.rid, error=e.info())]
+        known = ask.Call.of(call)
+        self._scheduler.handle(now, ask.Arrived(known if known.arrival else known._replace(arrival=now)))
+        return []
+
+    def abort(self, rid: str) -> list[Report]:
+        """Drop a call and confirm it; an unknown one is ignored: it finished meanwhile."""
+        model = self._scheduler.model_of(rid)
+        if model is None:
+            return []
+        self._scheduler.handle(self._clock.now(), ask.Left(rid))
+        return [self._dropped(rid, model, "abort")]
+
+    # --- time
+
+    def next_wakeup(self) -> float | None:
+        """Seconds until `turn` has something to do: 0 at once, None when only a new call can bring it."""
+        now = self._clock.now()
+        if self._under_way is not None:
+            wait = self._engine.next_event_in() or 0.0
+            deadline = self._scheduler.next_deadline()
+            return wait if deadline is None else min(wait, max(0.0, deadline - now))
+        if not self._scheduler.resting:
+            return self._pause_s
+        return None if self._check_at is None else max(0.0, self._check_at - now)
+
+    def turn(self, now: float) -> list[Report]:
+        """Do the next thing: at most one step or one switch."""
+        reports: list[Report] = []
+        under_way = self._under_way
+        if under_way is not None:
+            if (self._engine.next_event_in() or 0.0) > 0:
+                self._carry(now, self._scheduler.handle(now, ask.Tick()), reports)
+            elif isinstance(under_way, _Switching):
+                self._switched(under_way, reports)
+            else:
+                self._step(under_way, reports)
+            return reports
+        self._carry(now, self._scheduler.handle(now, ask.Turn()), reports)
+        return reports
+
+    def status(self) -> Status:
+        """What the heartbeat says."""
+        profiles = self._profiles
+        return Status(
+            active=self._engine.active,
+            loads={model: self._engine.load(model) for model in self._models},
+            prefilled_tokens=self._prefilled_tokens,
+            switches=self._switches,
+            switch_ms=profiles.switch_ms,
+            decode_step_ms=profiles.decode_step_ms,
+            prefill_ms_per_token=profiles.prefill_ms_per_token,
+            slot_remaining_ms=self._scheduler.slot_remaining_ms(self._clock.now()),
+            idle_checked=self._idle_checked,
+        )
+
+    def close(self) -> None:
+        """Release the engine."""
+        self._engine.close()
+
+    # --- carrying out
+
+    def _carry(self, now: float, effects: Sequence[ask.Effect], reports: list[Report]) -> None:
+        for effect in effects:
+            match effect:
+                case ask.AbortCall(rid=rid, model=model, reason=reason):
+                    reports.append(self._dropped(rid, model, reason))
+                case ask.SlotOver():
+                    reports.append(_slot_ended(effect))
+                case ask.RunStep():
+                    self._check_at = None
+                    self._step(effect, reports)
+                case ask.RunSwitch(model=model):
+                    self._check_at = None
+                    self._switch(model, reports)
+        if self._under_way is None and self._scheduler.resting:
+            self._rest(now)
+
+    def _step(self, order: ask.RunStep, reports: list[Report]) -> None:
+        result = self._engine.step(order.admit)
+        if result.kind == "idle" and (self._engine.next_event_in() or 0.0) > 0:
+            self._under_way = order
+            return
+        self._under_way = None
+        now = self._clock.now()
+        stepped = ask.Stepped(order.model, result, self._engine.waiting(order.model))
+        self._scheduler.handle(now, stepped)
+        self._watch(now, idle=result.kind == "idle")
+        self._profiles.step(order.model, result)
+        self._prefilled_tokens += result.prefilled_tokens
+        if result.tokens:
+            reports.append(Stepped(model=order.model, result=result))
+        if self._scheduler.resting:
+            self._check_at = now + self._idle_check_s
+
+    def _switch(self, model: str, reports: list[Report]) -> None:
+        since = self._clock.now()
+        switching = _Switching(self._engine.switch(model), since)
+        if (self._engine.next_event_in() or 0.0) > 0:
+            self._under_way = switching
+        else:
+            self._switched(switching, reports)
+
+    def _switched(self, switching: _Switching, reports: list[Report]) -> None:
+        self._under_way = None
+        now, timing = self._clock.now(), switching.timing
+        took_ms = max((now - switching.since) * 1000, timing.total_ms)
+        self._switches += 1
+        self._profiles.switch(timing.target, took_ms)
+        self._scheduler.handle(now, ask.Switched(timing.target, took_ms))
+        self._watch(now, idle=False)
+        if self._scheduler.resting:
+            self._check_at = now + self._idle_check_s
+        reports += [Switched(timings=[timing]), self.status()]
+
+    def _dropped(self, rid: str, model: str, reason: Literal["abort", "deadline"]) -> Stepped:
+        self._engine.abort(rid)
+        if self._scheduler.resting:
+            self._check_at = self._clock.now() + self._idle_check_s
+        end = StepTokens(rid=rid, token_ids=[], finished=reason)
+        return Stepped(model=model, result=StepResult(kind="idle", tokens=[end]))
+
+    def _watch(self, now: float, *, idle: bool) -> None:
+        """An idle step though calls wait: ask again, ever more slowly, and give up on the engine at last."""
+        if not idle or self._scheduler.resting:
+            self._stuck_since, self._pause_s = None, 0.0
+            return
+        self._pause_s = min(_STUCK_PAUSE_MAX_S, max(0.001, self._pause_s * 2))
+        if self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since > self._stuck_s:
+            raise EngineError(f"the engine has run nothing for {self._stuck_s} s, though calls wait")
+
+    def _rest(self, now: float) -> None:
+        """Nothing to do: let the engine look for leaks, once after work and off the way of the next call."""
+        if self._check_at is None or now < self._check_at:
+            return
+        self._check_at = None
+        if not any(self._engine.has_unfinished(model) for model in self._models):
+            self._engine.check_idle()
+            self._idle_checked += 1
+
+
+def _slot_ended(over: ask.SlotOver) -> SlotEnded:
+    return SlotEnded(
+        model=over.model,
+        wall_ms=over.wall_ms,
+        active_ms=over.active_ms,
+        switch_ms=over.switch_ms,
+        prefills=over.prefills,
+        decodes=over.decodes,
+        admitted=over.admitted,
+        deferred=over.deferred,
+        retracted=over.retracted,
+        reason=over.reason,
+    )
