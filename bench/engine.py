@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.report import ROOT, figure, machine, write
+from bench.report import ROOT, Figure, figure, machine, write
 
 MODEL = "smollm2-135m-instruct"
 CALLS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 32
@@ -107,6 +107,46 @@ def default_model() -> Path:
     return prepare(MODEL, ModelSettings(source="smollm2"), progress=lambda text: print(f"bench: {text}", flush=True))
 
 
+class Rounds:
+    """What came of the rounds, per side."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {"hot": [], "plain": []}
+        self.cpu_s: dict[str, list[float]] = {"hot": [], "plain": []}
+        self.different = 0
+        """Calls whose tokens differ between the sides."""
+
+    def run(self, sides: list[Side], runs: int) -> None:
+        """A round that warms both up, then `runs` that count, or fewer when time is over. Raises as `Side.run`."""
+        began = time.monotonic()
+        for number in range(-1, runs):
+            if len(self.seconds["hot"]) >= 2 and time.monotonic() - began > BUDGET_S:
+                print("bench: time is over", flush=True)
+                return
+            answers = {side.name: side.run(number) for side in (sides if number % 2 else sides[::-1])}
+            self.different += sum(
+                a != b for a, b in zip(answers["hot"]["tokens"], answers["plain"]["tokens"], strict=True)
+            )
+            if number < 0:
+                continue
+            for name, answer in answers.items():
+                self.seconds[name].append(answer["seconds"])
+                self.cpu_s[name].append(answer["cpu_s"])
+            print(f"  {number + 1} " + "  ".join(f"{n} {s[-1]:.3f} s" for n, s in self.seconds.items()), flush=True)
+
+    def figures(self, tokens: int) -> dict[str, Figure]:
+        """The figures, when a round makes `tokens`."""
+        hot, plain = self.seconds["hot"], self.seconds["plain"]
+        cpu = zip(self.cpu_s["hot"], self.cpu_s["plain"], strict=True)
+        return {
+            "hot_over_plain_sglang": figure([p / h for h, p in zip(hot, plain, strict=True)], "x"),
+            "hot_tokens_per_s": figure([tokens / s for s in hot], "tokens/s"),
+            "plain_sglang_tokens_per_s": figure([tokens / s for s in plain], "tokens/s"),
+            "cpu_hot_over_plain_sglang": figure([h / p for h, p in cpu], "x"),
+            "calls_with_other_tokens": figure([float(self.different)], "calls"),
+        }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.engine", description="A hot instance's engine beside plain SGLang.")
     parser.add_argument("--runs", type=int, default=0, help="rounds (default 6, with --quick 3)")
@@ -122,50 +162,26 @@ def main() -> int:
     if args.side:
         serve(args.side, path, args.device, new_tokens)
         return 0
-    where, runs = machine(), args.runs or (3 if args.quick else 6)
+    where, rounds = machine(), Rounds()
     sides: list[Side] = []
-    seconds: dict[str, list[float]] = {"hot": [], "plain": []}
-    cpu_s: dict[str, list[float]] = {"hot": [], "plain": []}
-    different = 0
     try:
-        for name in seconds:
+        for name in ("hot", "plain"):
             sides.append(Side(name, path, args.device, new_tokens))
             sides[-1].answer()
-        began = time.monotonic()
-        for number in range(-1, runs):  # round -1 warms both up
-            if len(seconds["hot"]) >= 2 and time.monotonic() - began > BUDGET_S:
-                print("bench: time is over", flush=True)
-                break
-            tokens = []
-            for side in sides if number % 2 else sides[::-1]:
-                answer = side.run(number)
-                tokens.append(answer["tokens"])
-                if number >= 0:
-                    seconds[side.name].append(answer["seconds"])
-                    cpu_s[side.name].append(answer["cpu_s"])
-            different += sum(a != b for a, b in zip(*tokens, strict=True))
-            if number >= 0:
-                print(f"  {number + 1} " + "  ".join(f"{n} {s[-1]:.3f} s" for n, s in seconds.items()), flush=True)
+        rounds.run(sides, args.runs or (3 if args.quick else 6))
     except RuntimeError as e:
         print(f"bench: {e}", flush=True)
         return 1
     finally:
         for side in sides:
             side.close()
-    made = CALLS * new_tokens
-    figures = {
-        "hot_over_plain_sglang": figure([p / h for h, p in zip(seconds["hot"], seconds["plain"], strict=True)], "x"),
-        "hot_tokens_per_s": figure([made / s for s in seconds["hot"]], "tokens/s"),
-        "plain_sglang_tokens_per_s": figure([made / s for s in seconds["plain"]], "tokens/s"),
-        "cpu_hot_over_plain_sglang": figure([h / p for h, p in zip(cpu_s["hot"], cpu_s["plain"], strict=True)], "x"),
-        "calls_with_other_tokens": figure([float(different)], "calls"),
-    }
-    out = write("engine", len(seconds["hot"]), figures, args.out, where=where)
+    figures = rounds.figures(CALLS * new_tokens)
+    out = write("engine", len(rounds.seconds["hot"]), figures, args.out, where=where)
     ratio = figures["hot_over_plain_sglang"]
     print(f"hot_over_plain_sglang = {ratio['median']:g} x ({ratio['min']:g}..{ratio['max']:g})")
     print(f"bench: {len(figures)} figures in {out}")
-    if different:
-        print(f"bench: {different} calls have other tokens on one side than on the other")
+    if rounds.different:
+        print(f"bench: {rounds.different} calls have other tokens on one side than on the other")
     return 0
 
 
