@@ -42,6 +42,9 @@ class ApiSettings(_Section):
     id: Name = "api-0"
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
+    allow_open: bool = Field(
+        False, description="without a key, listen beyond loopback all the same: something else guards the port"
+    )
     early_headers_s: float = Field(3.0, gt=0, description="a stream's headers go out after this without a token")
     keepalive_s: float = Field(5.0, gt=0, description="seconds between keep-alive comments of a waiting stream")
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a call, unless it brings a shorter one")
@@ -208,8 +211,12 @@ class Settings(_Section):
             unknown = [m for m in instance.models if m not in self.models]
             if unknown:
                 raise ValueError(f"instances.{instance.id}.models: {unknown[0]!r} is not in [models]")
-        if not self.auth.keys and self.api.host not in {"127.0.0.1", "localhost", "::1"}:
-            raise ValueError(f"api.host = {self.api.host!r} is not loopback and auth.keys is empty: set a key first")
+        guarded = self.auth.keys or self.api.allow_open or self.api.host in {"127.0.0.1", "localhost", "::1"}
+        if not guarded:
+            raise ValueError(
+                f"api.host = {self.api.host!r} is not loopback and auth.keys is empty: set a key first "
+                "(`talaria key NAME`), or api.allow_open = true if something else guards the port"
+            )
         return self
 
     def instance(self, iid: str) -> InstanceSettings:
