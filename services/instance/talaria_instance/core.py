@@ -253,7 +253,7 @@ class InstanceCore:
         call = self._by_engine_rid.get(report.rid)
         if call is not None:
             error = from_info(report.error)
-            self._fail(now, call, error, retryable=isinstance(error, UnavailableError | OverloadedError))
+            self._fail(now, call, error, retryable=isinstance(error, UnavailableError | OverloadedError), tell=False)
 
     def _switched(self, now: float, report: Switched) -> None:
         for timing in report.timings:
@@ -285,11 +285,13 @@ class InstanceCore:
                 text, stopped = call.stream.tail()
                 self._finish(now, call, fed._replace(text=fed.text + text), "stop" if stopped else step.finished)
             case "deadline":
-                self._fail(now, call, DeadlineError("the deadline passed while the call ran"), retryable=False)
+                error = DeadlineError("the deadline passed while the call ran")
+                self._fail(now, call, error, retryable=False, tell=False)
             case "abort":
-                self._fail(now, call, EngineError("the engine dropped the call"), retryable=True)
+                self._fail(now, call, EngineError("the engine dropped the call"), retryable=True, tell=False)
             case "error":
-                self._fail(now, call, EngineError(step.message or "the engine failed on the call"), retryable=True)
+                failure = EngineError(step.message or "the engine failed on the call")
+                self._fail(now, call, failure, retryable=True, tell=False)
 
     def _engine_lost(self, now: float, reason: str) -> None:
         delay = self.engine.failed(now, reason)
@@ -351,7 +353,7 @@ class InstanceCore:
         self._leave(now, call, ok=True, finish=finish)
 
     def _fail(self, now: float, call: Call, error: TalariaError, *, retryable: bool, tell: bool = True) -> None:
-        """End with an error frame; `retryable` counts only before the first token."""
+        """End with an error frame; `retryable` counts only before the first token, `tell` is for the engine."""
         retryable = retryable and not call.sent
         frame = (
             call.stream.error(error, retryable=retryable)
