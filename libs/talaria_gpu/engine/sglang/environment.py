@@ -19,6 +19,11 @@ _ANY_DEVICE = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
 }
 _CPU = {"SGLANG_USE_CPU_ENGINE": "1"}
+_CPU_DEFAULTS = {
+    # Threads that wait for each other sleep instead of spinning. Where several engines share cores, spinning made a
+    # decode step ten times slower; alone it gains nothing worth that. Read when torch is first imported.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 
 def prepare(device: str) -> None:
@@ -38,4 +43,6 @@ def prepare(device: str) -> None:
     logging.getLogger("sglang").setLevel(logging.ERROR)
     if device == "cpu":
         os.environ.update(_CPU)
+        for key, value in _CPU_DEFAULTS.items():
+            os.environ.setdefault(key, value)
         standins.install()
