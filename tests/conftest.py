@@ -47,6 +47,8 @@ async def _forget(url: str) -> None:
     client = await nats.connect(url)
     js = client.jetstream()
     for stream in await js.streams_info():
+        # A stream made anew right after its deletion may find the old messages (nats-server 2.15): purge first.
+        await js.purge_stream(stream.config.name)
         await js.delete_stream(stream.config.name)
     await client.close()
 
