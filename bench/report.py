@@ -1,4 +1,4 @@
-"""The format of bench/results/NAME.json (docs: README of this folder)."""
+"""The format of bench/results/NAME.json (see the README of this folder)."""
 
 from __future__ import annotations
 
