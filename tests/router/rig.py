@@ -29,7 +29,16 @@ T = TypeVar("T")
 
 
 def model(name: str = M, state: Any = "active", **more: Any) -> ModelState:
-    more = {"context_tokens": 4096, "kv_capacity_tokens": 8192, "prefill_ms_per_token": 1.0, "decode_step_ms": 10.0, "switch_ms": 500.0, "open_ms": 20_000.0, "max_running": 8, "kv_epoch": 1} | more
+    more = {
+        "context_tokens": 4096,
+        "kv_capacity_tokens": 8192,
+        "prefill_ms_per_token": 1.0,
+        "decode_step_ms": 10.0,
+        "switch_ms": 500.0,
+        "open_ms": 20_000.0,
+        "max_running": 8,
+        "kv_epoch": 1,
+    } | more
     return ModelState(name=name, state=state, **more)
 
 
@@ -62,7 +71,13 @@ class Rig:
     def snapshot(self, iid: str = "a", models: tuple[ModelState, ...] | None = None, **more: Any) -> Snapshot:
         version = more.pop("version", self.versions.get(iid, 0) + 1)
         self.versions[iid] = max(version, self.versions.get(iid, 0))
-        more = {"epoch": f"{iid}-1", "pool": "cold", "status": "ready", "max_queued": 64, "at_ms": to_ms(self.now)} | more
+        more = {
+            "epoch": f"{iid}-1",
+            "pool": "cold",
+            "status": "ready",
+            "max_queued": 64,
+            "at_ms": to_ms(self.now),
+        } | more
         return Snapshot(iid=iid, version=version, models=(model(),) if models is None else models, **more)
 
     def view(self, *snapshots: Snapshot, full: bool = False, health: Any = "ok", **more: Any) -> list[Effect]:
@@ -100,7 +115,18 @@ class Rig:
         return got
 
     def completion(self, p: Placement, session: str = "s", **more: Any) -> Completion:
-        more = {"model": M, "tenant": "t", "ok": True, "epoch": f"{p.iid}-1", "kv_tokens": 90, "kv_epoch": 1, "prefix_handle": "h", "prompt_tokens": 100, "completion_tokens": 20, "at_ms": to_ms(self.now)} | more
+        more = {
+            "model": M,
+            "tenant": "t",
+            "ok": True,
+            "epoch": f"{p.iid}-1",
+            "kv_tokens": 90,
+            "kv_epoch": 1,
+            "prefix_handle": "h",
+            "prompt_tokens": 100,
+            "completion_tokens": 20,
+            "at_ms": to_ms(self.now),
+        } | more
         return Completion(
             iid=p.iid, rid=p.fence.rid, attempt=p.fence.attempt, router=p.router, router_epoch=p.router_epoch,
             seq=p.seq, partition=p.fence.partition, session=session, **more,

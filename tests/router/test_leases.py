@@ -100,7 +100,11 @@ def test_a_final_call_frees_the_session():
     assert rig.load == (0, 0, 0)
 
 
-CASES = list(itertools.product(["live", "expired"], ["ready", "draining", "failed", "gone"], ["same", "newer", "none"], [False, True]))
+CASES = list(
+    itertools.product(
+        ["live", "expired"], ["ready", "draining", "failed", "gone"], ["same", "newer", "none"], [False, True]
+    )
+)
 
 
 @pytest.mark.parametrize(("lease", "status", "prefix", "excluded"), CASES)

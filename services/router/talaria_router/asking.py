@@ -42,7 +42,7 @@ def ask(turn: Turn, message: Ask) -> None:
         _refuse(turn, case, verdicts.not_owner(case.partition))
         return
     if from_ms(request.deadline_ms) + state.config.skew_s < now:
-        _refuse(turn, case, verdicts.expired("the call's deadline has passed"))
+        _refuse(turn, case, verdicts.expired("the call's deadline has passed"), quiet=True)
         return
     placed = state.calls.get(request.rid)
     if state.calls.over(request.rid, request.attempt) or (placed is not None and request.attempt < placed.attempt):
@@ -255,11 +255,20 @@ def _refusal(state: RouterState, request: RouteRequest, ranking: Ranking) -> Ver
     return verdicts.overloaded(model, ranking.reasons, retry_after_s(ranking.refused, state.config, call_ms))
 
 
-def _refuse(turn: Turn, case: Case, verdict: Verdict, *, lease: str = "none", ranking: Ranking | None = None) -> None:
+def _refuse(
+    turn: Turn,
+    case: Case,
+    verdict: Verdict,
+    *,
+    lease: str = "none",
+    ranking: Ranking | None = None,
+    quiet: bool = False,
+) -> None:
+    """`quiet`: no event. It was no decision: the owner tells of the call, or it came too late to matter to anyone."""
     turn.state.counts.verdicts[verdict.reason] += 1
     turn.out.append(Reply(case.ask.to, RouteReply(verdict=verdict)))
-    if verdict.reason == "not_owner":
-        return  # no decision of ours: the owner's event tells of this call
+    if quiet or verdict.reason == "not_owner":
+        return
     waited_ms = (turn.now - case.since) * 1000
     decision = Decision(case.ask.request, case.partition, verdict, lease, ranking, waited_ms)
     turn.out.append(Emit(route_event(turn.state.router, turn.now, turn.state.cluster.version, decision)))

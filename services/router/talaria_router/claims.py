@@ -18,7 +18,7 @@ from talaria_router.messages import Gained, Lost
 from talaria_router.ownership import (
     Effect,
     Ownership,
-    Presence,
+    RouterPresence,
     Superseded,
     TryClaim,
     TryRelease,
@@ -29,6 +29,9 @@ from talaria_router.ownership import (
 log = structlog.get_logger(__name__)
 
 WRITES_AT_ONCE = 16
+
+
+OpenBucket = Callable[[], Awaitable[KvBucket]]
 
 
 class Hooks(NamedTuple):
@@ -44,19 +47,20 @@ class Claims:
     """The shell around `Ownership`.
 
     Args:
-        bucket: `talaria_partitions`.
+        open_bucket: opens `talaria_partitions`, making it if it is missing.
         settings: heartbeat and name.
         clock: time.
         epoch: this life of the router.
         hooks: told of what comes and goes.
     """
 
-    def __init__(self, bucket: KvBucket, settings: Settings, clock: Clock, epoch: str, hooks: Hooks) -> None:
-        self._bucket = bucket
+    def __init__(self, open_bucket: OpenBucket, settings: Settings, clock: Clock, epoch: str, hooks: Hooks) -> None:
+        self._open = open_bucket
+        self._bucket: KvBucket
         self._clock = clock
         self._hooks = hooks
         self._heartbeat_s = settings.mesh.heartbeat_s
-        presence = Presence(router=settings.router.id, epoch=epoch, started_ms=to_ms(clock.now()))
+        presence = RouterPresence(router=settings.router.id, epoch=epoch, started_ms=to_ms(clock.now()))
         self.ownership = Ownership(presence, self._heartbeat_s, settings.mesh.missed)
         self.superseded: asyncio.Event = asyncio.Event()
         """Set when a younger process took our name: the process must end."""
@@ -65,7 +69,8 @@ class Claims:
         self._writing: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        """Begin; partitions come as they are claimed."""
+        """Begin; partitions come as they are claimed. Raises BusError."""
+        self._bucket = await self._open()
         self._tasks = [asyncio.ensure_future(work) for work in (self._beat(), self._watch(), self._ticks())]
 
     async def stop(self) -> None:
@@ -78,9 +83,25 @@ class Claims:
     async def leave(self) -> None:
         """Give everything back, so that others need not wait for us to be missed. Errors do not matter."""
         effects = self.ownership.release_all()
-        await asyncio.gather(*(self._release(e) for e in effects if isinstance(e, TryRelease)))
+        await asyncio.gather(*(self._release(e) for e in effects))
         with contextlib.suppress(BusError):
             await self._bucket.delete(router_key(self.ownership.me.router))
+
+    def connected(self) -> None:
+        """The bus is there again: what we believe to be ours may have been lost with the server's store."""
+        self._tasks.append(asyncio.ensure_future(self._verify()))
+
+    async def _verify(self) -> None:
+        try:
+            self._bucket = await self._open()
+            for partition in list(self.ownership.mine):
+                key = partition_key(partition)
+                async with self._writes:
+                    entry = await self._bucket.get(key)
+                value, revision = (None, 0) if entry is None else (entry.value, entry.revision)
+                self._carry_out(self.ownership.changed(self._clock.now(), key, value, revision))
+        except BusError as e:
+            log.warning("partitions not verified", error=e.message)
 
     async def _beat(self) -> None:
         key, value = router_key(self.ownership.me.router), encode(self.ownership.me)
@@ -124,7 +145,7 @@ class Claims:
                 task.add_done_callback(self._writing.discard)
 
     async def _claim(self, effect: TryClaim) -> None:
-        key, value = partition_key(effect.partition), self.ownership.claim_value()
+        key, value = partition_key(effect.partition), self.ownership.claim(effect)
         try:
             async with self._writes:
                 if effect.last is None:
@@ -135,10 +156,10 @@ class Claims:
             log.debug("claim refused", partition=effect.partition, error=e.message)
             self.ownership.refused(effect.partition)
             return
-        self._carry_out(self.ownership.claimed(effect.partition, revision, may_hold=effect.may_hold))
+        self._carry_out(self.ownership.claimed(effect, revision))
 
     async def _release(self, effect: TryRelease) -> None:
-        key, value = partition_key(effect.partition), self.ownership.release_value()
+        key, value = partition_key(effect.partition), self.ownership.release(effect)
         try:
             async with self._writes:
                 await self._hooks.hand_over(effect.partition)
@@ -148,4 +169,4 @@ class Claims:
             log.debug("release refused", partition=effect.partition, error=e.message)
             self.ownership.refused(effect.partition)
             return
-        self.ownership.released(effect.partition, revision)
+        self.ownership.released(effect, revision)

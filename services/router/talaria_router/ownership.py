@@ -1,11 +1,15 @@
 """Who owns which partition (DESIGN 3): a pure machine over the bucket `talaria_partitions`.
 
-The bucket holds `p.N` = who owns partition N (its revision is the fencing token) and `r.ID` = a router's heartbeat.
-Each router works out alone who should own what: the highest rendezvous hash of (router, partition) among those whose
-heartbeat came within the last three. A router claims what should be its own and is unclaimed, released, a dead
-router's, or its own from an earlier life; it releases what should be another's once the set of routers has been
-stable for a while. Every change is a compare-and-set on the partition's revision, so the worst that a wrong picture
-does is a lost race. A join or a death moves only the partitions that have to move.
+The bucket holds `p.N` = who owns partition N and under which fence, and `r.ID` = a router's heartbeat. Each router
+works out alone who should own what: the highest rendezvous hash of (router, partition) among those whose heartbeat came
+within the last three. A router claims what should be its own and is unclaimed, released, a dead router's, or its own
+from an earlier life; it releases what should be another's once the set of routers has been stable for a while. Every
+change is a compare-and-set on the partition's revision, so the worst that a wrong picture does is a lost race. A join
+or a death moves only the partitions that have to move.
+
+The fencing token (`owner_rev`) is not the revision itself but max(previous fence + 1, now in ms), written with the
+claim: it rises with every claim as the revision does, and goes on rising when the bucket was lost with its server's
+disk. Instances that had seen higher revisions would otherwise refuse every call until they were restarted.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from talaria_common.clock import to_ms
 from talaria_common.ids import PARTITIONS, hash_id
 from talaria_common.wire import WireError, decode, encode
 from talaria_common.wire.base import Wire
@@ -29,9 +34,10 @@ class Claim(Wire, frozen=True, kw_only=True):
 
     owner: str
     epoch: str = ""
+    fence: int = 0
 
 
-class Presence(Wire, frozen=True, kw_only=True):
+class RouterPresence(Wire, frozen=True, kw_only=True):
     """Value of `r.ID`."""
 
     router: str
@@ -44,7 +50,7 @@ class TryClaim(NamedTuple):
 
     partition: int
     last: int | None
-    may_hold: bool
+    fence: int
 
 
 class TryRelease(NamedTuple):
@@ -52,6 +58,7 @@ class TryRelease(NamedTuple):
 
     partition: int
     last: int
+    fence: int
 
 
 class Superseded(NamedTuple):
@@ -71,7 +78,7 @@ class _Known:
 
 @dataclass(slots=True)
 class _Router:
-    presence: Presence
+    presence: RouterPresence
     heard_at: float
 
 
@@ -88,7 +95,7 @@ def router_key(router: str) -> str:
 class Ownership:
     """One router's part in it. Times in seconds, by the router's own clock."""
 
-    def __init__(self, presence: Presence, heartbeat_s: float, missed: int) -> None:
+    def __init__(self, presence: RouterPresence, heartbeat_s: float, missed: int) -> None:
         self.me = presence
         self._dead_after = heartbeat_s * missed
         self._stable_for = heartbeat_s * STABLE_HEARTBEATS
@@ -117,22 +124,24 @@ class Ownership:
         """The routers that are alive, this one included."""
         return self._live
 
-    def claim_value(self) -> bytes:
-        """What a claim of ours says."""
-        return encode(Claim(owner=self.me.router, epoch=self.me.epoch))
+    def claim(self, effect: TryClaim) -> bytes:
+        """What our claim says."""
+        return encode(Claim(owner=self.me.router, epoch=self.me.epoch, fence=effect.fence))
 
     @staticmethod
-    def release_value() -> bytes:
-        """What a released partition says."""
-        return encode(Claim(owner=""))
+    def release(effect: TryRelease) -> bytes:
+        """What a released partition says: nobody's, under the fence that the next claim must pass."""
+        return encode(Claim(owner="", fence=effect.fence))
 
     def changed(self, now: float, key: str, value: bytes | None, revision: int) -> list[Effect]:
         """The bucket's watch delivered a key (None: deleted)."""
         kind, _, name = key.partition(".")
         try:
             if kind == "r":
-                return self._router_changed(now, name, None if value is None else decode(value, Presence))
-            if kind == "p" and name.isdigit() and int(name) < PARTITIONS and value is not None:
+                return self._router_changed(now, name, None if value is None else decode(value, RouterPresence))
+            if kind == "p" and name.isdigit() and int(name) < PARTITIONS:
+                if value is None:
+                    return self._partition_gone(int(name))
                 return self._partition_changed(int(name), decode(value, Claim), revision)
         except (WireError, msgspec.ValidationError):
             return []  # another version's key: not ours to judge
@@ -152,50 +161,49 @@ class Ownership:
             if partition in self._mine:
                 if wanted != self.me.router and now - self._live_since >= self._stable_for:
                     self._busy.add(partition)
-                    last = self._mine.pop(partition)
-                    out.append(TryRelease(partition, last))
+                    out.append(self._let_go(partition))
             elif known is None:
                 if wanted == self.me.router:
                     self._busy.add(partition)
-                    out.append(TryClaim(partition, None, may_hold=False))
+                    out.append(TryClaim(partition, None, to_ms(now)))
             elif known.claim.owner == self.me.router or (
                 wanted == self.me.router and known.claim.owner not in self._live
             ):
                 self._busy.add(partition)
-                out.append(TryClaim(partition, known.revision, may_hold=True))
+                out.append(TryClaim(partition, known.revision, max(known.claim.fence + 1, to_ms(now))))
         return out
 
-    def claimed(self, partition: int, revision: int, *, may_hold: bool) -> list[Effect]:
+    def claimed(self, effect: TryClaim, revision: int) -> list[Effect]:
         """Our claim was written."""
+        partition = effect.partition
         self._busy.discard(partition)
         known = self._known.get(partition)
-        if known is not None and known.revision > revision:
-            return []
-        self._known[partition] = _Known(Claim(owner=self.me.router, epoch=self.me.epoch), revision)
-        if self._mine.get(partition) == revision:
-            return []
+        if known is not None and known.revision >= revision:
+            return []  # the watch was quicker
+        self._known[partition] = _Known(Claim(owner=self.me.router, epoch=self.me.epoch, fence=effect.fence), revision)
         self._mine[partition] = revision
-        return [Gained(partition, revision, may_hold)]
+        return [Gained(partition, effect.fence, may_hold=effect.last is not None)]
 
-    def released(self, partition: int, revision: int) -> None:
+    def released(self, effect: TryRelease, revision: int) -> None:
         """Our release was written."""
-        self._busy.discard(partition)
-        self._known[partition] = _Known(Claim(owner=""), revision)
+        self._busy.discard(effect.partition)
+        known = self._known.get(effect.partition)
+        if known is None or known.revision < revision:
+            self._known[effect.partition] = _Known(Claim(owner="", fence=effect.fence), revision)
 
     def refused(self, partition: int) -> None:
         """The race was lost, or nobody answered: the watch will tell how things stand."""
         self._busy.discard(partition)
 
-    def release_all(self) -> list[Effect]:
+    def release_all(self) -> list[TryRelease]:
         """We leave: give everything back."""
-        out: list[Effect] = []
-        for partition, last in list(self._mine.items()):
-            self._busy.add(partition)
-            out.append(TryRelease(partition, last))
-        self._mine.clear()
-        return out
+        self._busy |= self._mine.keys()
+        return [self._let_go(partition) for partition in list(self._mine)]
 
-    def _router_changed(self, now: float, name: str, presence: Presence | None) -> list[Effect]:
+    def _let_go(self, partition: int) -> TryRelease:
+        return TryRelease(partition, self._mine.pop(partition), self._known[partition].claim.fence)
+
+    def _router_changed(self, now: float, name: str, presence: RouterPresence | None) -> list[Effect]:
         if presence is None:
             self._routers.pop(name, None)
             return []
@@ -218,11 +226,15 @@ class Ownership:
             # A write of ours whose answer was lost.
             self._busy.discard(partition)
             self._mine[partition] = revision
-            return [Gained(partition, revision, may_hold=True)]
+            return [Gained(partition, claim.fence, may_hold=known is not None)]
         if not ours and partition in self._mine:
             del self._mine[partition]
             return [Lost(partition)]
         return []
+
+    def _partition_gone(self, partition: int) -> list[Effect]:
+        self._known.pop(partition, None)
+        return [Lost(partition)] if self._mine.pop(partition, None) is not None else []
 
     def _see(self, now: float, live: frozenset[str]) -> None:
         if live == self._live:

@@ -91,9 +91,8 @@ class RouterShell:
         bus = self._bus
         self._sessions = await bus.kv(subjects.KV_SESSIONS, ttl_s=self.settings.router.session_idle_s)
         self._writer = SessionWriter(self._sessions, self.core.record, self._ours)
-        bucket = await bus.kv(subjects.KV_PARTITIONS)
         hooks = Hooks(self._owns, self._writer.hand_over)
-        self._claims = Claims(bucket, self.settings, self._clock, self.epoch, hooks)
+        self._claims = Claims(lambda: bus.kv(subjects.KV_PARTITIONS), self.settings, self._clock, self.epoch, hooks)
         self._subs.append(await bus.subscribe(subjects.ALL_COMPLETIONS, self._on_completion))
         self._subs.append(await bus.subscribe(subjects.CLUSTER, self._on_view))
         self.spawn(self._send())
@@ -101,6 +100,7 @@ class RouterShell:
         self.spawn(self._writer.run())
         self.spawn(self._follow_routes())
         await self._claims.start()
+        bus.on_connection(self._on_connection)
 
     @property
     def claims(self) -> Claims:
@@ -134,6 +134,10 @@ class RouterShell:
         await self._send_all()
 
     # --- from the bus into the core
+
+    def _on_connection(self, connected: bool) -> None:
+        if connected:
+            self._claims.connected()
 
     def _on_route(self, message: Message) -> None:
         try:
