@@ -64,8 +64,8 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt tokens that were not prefilled; meaningful from the first token on."""
     cache_source: CacheSource = "none"
     prefilled_tokens: int = 0
-    """Prompt tokens computed for this call so far, each counted once; cached + prefilled = prompt from the first token on
-    (engines that count)."""
+    """Prompt tokens computed for this call so far, each counted once; cached + prefilled = prompt from the first token
+    on (engines that count)."""
     recomputed_tokens: int = 0
     """Tokens computed again because the call was retracted; in neither of the two."""
     finished: Literal["", "stop", "length", "abort", "deadline", "error"] = ""
@@ -135,6 +135,11 @@ class Engine(Protocol):
 
     def models(self) -> dict[str, ModelInfo]:
         """The open models by name."""
+        ...
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the device buffer."""
         ...
 
     @property

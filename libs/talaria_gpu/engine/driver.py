@@ -54,6 +54,7 @@ class SlotDriver:
         self._stuck_s = stuck_s
         self._stuck_since: float | None = None
         self._pause_s = 0.0
+        self._pause_until = 0.0
         self._check_at: float | None = None
         """When the leak check after the last work is due; None: it is done."""
         self._prefilled_tokens = 0
@@ -73,6 +74,7 @@ class SlotDriver:
             self._engine.submit(call)
         except TalariaError as e:
             return [Refused(rid=call.rid, error=e.info())]
+        self._pause_until = 0.0  # a new call may be one that can run
         known = ask.Call.of(call)
         self._scheduler.handle(now, ask.Arrived(known if known.arrival else known._replace(arrival=now)))
         return []
@@ -95,7 +97,7 @@ class SlotDriver:
             deadline = self._scheduler.next_deadline()
             return wait if deadline is None else min(wait, max(0.0, deadline - now))
         if not self._scheduler.resting:
-            return self._pause_s
+            return max(0.0, self._pause_until - now)
         return None if self._check_at is None else max(0.0, self._check_at - now)
 
     def turn(self, now: float) -> list[Report]:
@@ -197,9 +199,10 @@ class SlotDriver:
     def _watch(self, now: float, *, idle: bool) -> None:
         """An idle step though calls wait: ask again, ever more slowly, and give up on the engine at last."""
         if not idle or self._scheduler.resting:
-            self._stuck_since, self._pause_s = None, 0.0
+            self._stuck_since, self._pause_s, self._pause_until = None, 0.0, 0.0
             return
         self._pause_s = min(_STUCK_PAUSE_MAX_S, max(0.001, self._pause_s * 2))
+        self._pause_until = now + self._pause_s
         if self._stuck_since is None:
             self._stuck_since = now
         elif now - self._stuck_since > self._stuck_s:

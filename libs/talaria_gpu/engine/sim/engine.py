@@ -202,7 +202,7 @@ class SimEngine:
         if batch:
             tokens = sum(todo for _, todo in batch)
             wall_ms = sim.ttft_ms + sim.prefill_ms_per_ktoken * tokens / 1000
-            recomputed = sum(todo for call, todo in batch if call.out)
+            recomputed = sum(todo for call, todo in batch if call.recomputed)
             self._flight = _Flight("prefill", tuple(batch), recomputed, now + wall_ms / 1000, wall_ms)
         elif pool.running:
             wall_ms = sim.decode_step_ms
