@@ -360,6 +360,15 @@ def test_a_silent_engine_is_killed_but_not_too_early(build, key):
     assert rig.core.engine.restarts == 1
 
 
+def test_an_engine_that_has_not_been_started_is_not_silent(build):
+    rig = build.Rig(ready=False)
+    assert not any(isinstance(e, m.KillEngine) for e in rig.tell(m.Tick()))
+    rig.tell(m.EngineStarting(0))
+    rig.engine_dies()
+    rig.now += 1000
+    assert not any(isinstance(e, m.KillEngine) for e in rig.tell(m.Tick()))
+
+
 def test_our_own_stall_is_no_hang_of_the_engine(rig):
     rig.tell(m.Tick())
     rig.now += 300

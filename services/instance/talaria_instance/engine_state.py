@@ -33,7 +33,7 @@ class EngineState:
         self.buffer_bytes = 0
         self.status: Status | None = None
         self._epoch_base = dict.fromkeys(models, 0)
-        self._heard = 0.0
+        self._heard: float | None = None  # no engine to hear yet
         self._looked = 0.0
         self._ready_at = 0.0
         self._failures = 0
@@ -64,7 +64,7 @@ class EngineState:
         for model in self._epoch_base:
             self._epoch_base[model] = self.kv_epoch(model) + 1
         self.phase, self.reason = "failed", reason
-        self.status, self.infos = None, {}
+        self.status, self.infos, self._heard = None, {}, None
         self.generation += 1
         self.restarts += 1
         self._failures += 1
@@ -78,9 +78,11 @@ class EngineState:
     def silent_for(self, now: float, heartbeat_s: float) -> float | None:
         """Seconds of silence if they mean a hang, else None. To be asked on every heartbeat."""
         stalled = now - self._looked - 4 * heartbeat_s
-        if self._looked and stalled > 0:
+        first, self._looked = not self._looked, now
+        if self._heard is None:
+            return None
+        if stalled > 0 and not first:
             self._heard += stalled  # it was us who stood still (suspended, starved): its reports wait to be read
-        self._looked = now
         limit = {"ready": self._hang_s, "starting": self._start_s}.get(self.phase)
         silence = now - self._heard
         return silence if limit is not None and silence > limit else None

@@ -35,6 +35,7 @@ class Supervisor:
         self._feed = feed
         self._engine: EngineProcess | None = None
         self._generation = -1
+        self._condemned = -1  # generations up to this one are to die, also those that are only being started
         self._gone = asyncio.Event()
         self._gone.set()
         self._held: list[Report] | None = None  # reports that wait for the tokenizers
@@ -56,7 +57,8 @@ class Supervisor:
             self._engine.tell(command)
 
     def kill(self, generation: int) -> None:
-        """SIGKILL the engine if it is of this generation."""
+        """SIGKILL the engine if it is of this generation, also one that is still being started."""
+        self._condemned = max(self._condemned, generation)
         if self._engine is not None and self._generation == generation:
             self._engine.kill()
 
@@ -80,6 +82,9 @@ class Supervisor:
             )
         except OSError as e:
             self._exited(generation, f"cannot be started: {e}")
+            return
+        if generation <= self._condemned:
+            self._engine.kill()
             return
         log.info("engine started", pid=self._engine.pid, generation=generation)
         self._feed(EngineStarting(generation))
