@@ -1,0 +1,123 @@
+"""The whole mesh on real SGLang (CPU), one cold instance with the three default models: tokens, counts, leaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import pairwise
+
+import pytest
+import pytest_asyncio
+
+from talaria_common.settings import parse
+from talaria_common.wire import Completion, Snapshot, decode
+from talaria_gpu.models import prepare
+from tests.mesh.settings import REAL_MODELS, real
+from tests.support.load import Outcome, session, stream_chat
+from tests.support.mesh import Mesh, mesh
+
+pytestmark = [pytest.mark.mesh, pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+
+SESSIONS, CALLS, TOKENS = 30, 10, 24
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+    async with mesh(tmp_path_factory.mktemp("real"), real({"id": "cold-0"}), ready_timeout_s=240) as it:
+        yield it
+
+
+def check_tokens(calls: list[Outcome]) -> int:
+    """Every call's tokens are the lone model's (DESIGN 8); returns the ties met."""
+    from talaria_gpu.models.reference import Reference, assert_greedy
+
+    settings = parse(real())
+    ties = 0
+    for model in sorted({c.model for c in calls}):
+        reference = Reference(prepare(model, settings.models[model]))
+        for c in (c for c in calls if c.model == model):
+            ties += assert_greedy(reference, c.prompt_token_ids, c.token_ids)
+    return ties
+
+
+async def snapshot(it: Mesh, iid: str = "cold-0", *, idle: bool = False) -> Snapshot:
+    """The next snapshot of an instance; with `idle`, the next that counts no call."""
+    bus = await it.bus()
+    got: asyncio.Queue[Snapshot] = asyncio.Queue()
+    await bus.subscribe(f"talaria.v1.snapshot.{iid}", lambda m: got.put_nowait(decode(m.data, Snapshot)))
+    try:
+        async with asyncio.timeout(30):
+            while True:
+                s = await got.get()
+                if not idle or all(m.queued == m.running == 0 for m in s.models):
+                    return s
+    finally:
+        await bus.close()
+
+
+async def test_a_person_gets_a_sensible_answer(running: Mesh) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = await running.chat("smollm2-135m-instruct", question, session="person", max_tokens=32, temperature=0)
+    assert answer.status_code == 200
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("model", list(REAL_MODELS))
+async def test_a_session_alone_has_the_reference_tokens_and_cached_ones(running: Mesh, model: str) -> None:
+    calls = await session(
+        running.http, f"alone-{model}", model, calls=3, first="List the files of the project.", grow="README.md src",
+        max_tokens=16,
+    )  # fmt: skip
+    assert [c.error for c in calls] == [""] * 3
+    assert all(c.cached > 0 for c in calls[1:]), [c.usage for c in calls]
+    assert all(c.headers["x-talaria-cache"] == "device" for c in calls[1:])
+    check_tokens(calls)
+
+
+async def test_sampling_with_a_seed_repeats(running: Mesh) -> None:
+    ask = [{"role": "user", "content": "Make up a name for a cat."}]
+    body = {"max_tokens": 12, "temperature": 1.0, "seed": 7}
+    first, again, other = [
+        await stream_chat(running.http, "smollm2-135m-instruct", ask, session=f"seed-{n}", **(body | {"seed": seed}))
+        for n, seed in enumerate((7, 7, 8))
+    ]
+    assert first.token_ids == again.token_ids
+    assert first.token_ids != other.token_ids
+
+
+async def test_thirty_sessions_over_three_models(running: Mesh) -> None:
+    bus = await running.bus()
+    ended: list[Completion] = []
+    await bus.subscribe("talaria.v1.completion.*", lambda m: ended.append(decode(m.data, Completion)))
+    await bus.flush()
+    before = await snapshot(running, idle=True)
+    models = list(REAL_MODELS)
+    runs = await asyncio.gather(
+        *(
+            session(
+                running.http, f"load-{n}", models[n % 3], calls=CALLS, max_tokens=TOKENS, ignore_eos=True,
+                first=f"Task {n}: look at module {n * 7} and say what it does.", grow="The tool printed line",
+            )
+            for n in range(SESSIONS)
+        )
+    )  # fmt: skip
+    after = await snapshot(running, idle=True)
+    await bus.close()
+    calls = [c for r in runs for c in r]
+    assert [f"{c.session}/{c.call}: {c.error}" for c in calls if c.error] == []
+    assert len(calls) == SESSIONS * CALLS
+    assert all(c.usage["completion_tokens"] == TOKENS == len(c.token_ids) for c in calls)
+    assert 350 < max(c.usage["prompt_tokens"] for c in calls) < 600
+
+    assert after.switches - before.switches >= 20
+    assert after.engine_restarts == 0, running.tail("cold-0")  # a leak found while idle would have ended the engine
+    for r in runs:
+        for a, b in pairwise(r):
+            assert b.cached <= a.usage["prompt_tokens"] + TOKENS
+
+    # every prompt token was either cached or computed, counted in the engine itself
+    assert len(ended) == SESSIONS * CALLS
+    assert all(c.ok for c in ended)
+    computed = sum(c.prompt_tokens - c.cached_tokens for c in ended)
+    assert after.prefilled_tokens - before.prefilled_tokens == computed
+    check_tokens([r[-1] for r in runs])
