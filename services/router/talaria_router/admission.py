@@ -63,7 +63,7 @@ def replica_gain_ms(demand: Demand, best_wait_ms: float | None, own_wait_ms: flo
     `best_wait_ms` is the shortest wait where the model is held already and admitted; None: nobody admits it, so each
     call gains the whole budget.
     """
-    calls = demand.arrivals_per_s * config.control_window_s + demand.reserved_returns + 1
+    calls = demand.arrivals_per_s * config.control_window_s + demand.reserved_returns
     before = config.budget_ms if best_wait_ms is None else best_wait_ms
     return calls * max(0.0, before - own_wait_ms)
 

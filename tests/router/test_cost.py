@@ -1,0 +1,187 @@
+"""Eq. 1 term by term, Eq. 2, and what decides between instances."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.router.rig import Rig, model
+
+
+def terms(rig: Rig, session: str = "s", **more: Any) -> dict[str, dict[str, Any]]:
+    rig.ask(session, **more)
+    return {c["iid"]: c for c in rig.events("route")[-1].data["candidates"]}
+
+
+def rig_with(**models: Any) -> Rig:
+    rig = Rig()
+    rig.view(*(rig.snapshot(iid, tuple(m) if isinstance(m, list) else (m,)) for iid, m in models.items()), full=True)
+    return rig
+
+
+def test_a_new_session_on_an_idle_active_instance_costs_its_prefill():
+    c = terms(rig_with(a=model()))["a"]
+    assert (c["req_ms"], c["kv_ms"], c["act_ms"], c["kv"]) == (100.0, 0.0, 0.0, "missing")
+
+
+@pytest.mark.parametrize(
+    ("state", "act"), [("active", 0.0), ("host", 500.0), ("loading", 20_000.0), ("cold", 20_000.0)]
+)
+def test_activation_by_state(state: str, act: float):
+    assert terms(rig_with(a=model(state=state)))["a"]["act_ms"] == act
+
+
+class TestKv:
+    def after(self, **state: Any) -> dict[str, dict[str, Any]]:
+        """A session whose last call left 90 tokens of KV on a, lease gone; 100 tokens now."""
+        rig = rig_with(a=model())
+        rig.turn()
+        rig.later(3)
+        rig.view(rig.snapshot("a", (model(**state),)), rig.snapshot("b"), full=True)
+        return terms(rig)
+
+    def test_device(self):
+        got = self.after()
+        assert (got["a"]["kv"], got["a"]["kv_ms"], got["a"]["req_ms"]) == ("device", 0.0, 10.0)
+        assert (got["b"]["kv"], got["b"]["kv_ms"], got["b"]["req_ms"]) == ("missing", 90.0, 10.0)
+
+    def test_host_is_the_measured_restore(self):
+        got = self.after(state="host", restore_ms_per_token=0.2)["a"]
+        assert (got["kv"], got["kv_ms"]) == ("host", pytest.approx(18.0))
+
+    def test_host_before_any_restore_was_measured(self):
+        assert self.after(state="host")["a"]["kv_ms"] == pytest.approx(9.0)
+
+    def test_forgotten_is_recomputed(self):
+        got = self.after(kv_epoch=2)["a"]
+        assert (got["kv"], got["kv_ms"]) == ("missing", 90.0)
+
+    def test_the_prefix_is_charged_once(self):
+        for c in self.after(kv_epoch=2).values():
+            assert c["total_ms"] == 100.0
+
+
+def test_queue_ahead_and_peers():
+    c = terms(rig_with(a=model(queued=2, queued_tokens=300, running=3)))["a"]
+    assert c["req_ms"] == 300 + 100 + 5 * 10
+
+
+def test_a_full_batch_is_waited_for():
+    c = terms(rig_with(a=model(running=8)))["a"]
+    assert c["wait_ms"] == pytest.approx(128 * 10 / 8)
+
+
+def test_the_round_is_waited_for_and_the_switch_charged_once():
+    others = [model(state="host"), model("other", running=1), model("third", "host", queued=1, queued_tokens=50)]
+    c = terms(rig_with(a=others))["a"]
+    active, third = 128 * 10, 50 + 128 * 10 + 500
+    assert c["act_ms"] == 500
+    assert c["req_ms"] == 100 + active + third
+    assert c["wait_ms"] == active + third + 500
+
+
+def test_an_idle_switch_beats_a_long_queue():
+    rig = rig_with(a=model(queued=30, queued_tokens=3000), b=model(state="host"))
+    assert rig.placed().iid == "b"
+
+
+def test_residency_beats_an_idle_instance_that_must_switch():
+    rig = rig_with(a=model(running=2), b=model(state="host"))
+    assert rig.placed().iid == "a"
+    assert rig.state.counts.avoidable_opens == 0
+
+
+def test_an_open_that_could_be_avoided_is_counted():
+    rig = rig_with(a=model(queued=30, queued_tokens=3000), b=model(state="host"))
+    rig.placed()
+    assert rig.state.counts.avoidable_opens == 1
+    assert rig.events("route")[-1].data["avoidable_open"] is True
+
+
+def test_deadline_risk_makes_an_instance_less_attractive():
+    rig = Rig()
+    rig.view(rig.snapshot("a", deadline_risk=3), rig.snapshot("b"), full=True)
+    assert rig.placed().iid == "b"
+
+
+class TestReplica:
+    """Eq. 2: a model that is cold there is opened only if demand is worth it."""
+
+    def test_a_model_that_nobody_holds_is_opened(self):
+        assert rig_with(a=model(state="cold"), b=model(state="cold")).ask().iid == "a"
+
+    def test_not_while_another_serves_it_well(self):
+        rig = rig_with(a=model(state="cold"), b=model(queued=1, queued_tokens=2000, running=4))
+        assert rig.placed().iid == "b"
+        assert rig.events("route")[-1].data["rejected"] == {"replica": 1}
+
+    def test_when_demand_is_refused_it_spills_into_a_replica(self):
+        rig = rig_with(a=model(state="cold", open_ms=5000.0), b=model(queued=64, running=8))
+        assert rig.placed().iid == "a"
+
+    def test_a_dear_one_needs_more_demand(self):
+        rig = rig_with(a=model(state="cold"), b=model(queued=64, running=8))
+        assert [rig.ask(f"s{i}").__class__.__name__ for i in range(3)] == ["Verdict", "Verdict", "Placement"]
+
+    def test_memory_pressure_has_a_price(self):
+        big = model(state="cold", open_ms=8000.0, weight_bytes=64 << 30)
+        rig = Rig()
+        full = rig.snapshot("b", (model(queued=64, running=8),))
+        rig.view(rig.snapshot("a", (big,), kv_occupancy=0.98), full, full=True)
+        assert rig.refused().reason == "overloaded"
+        rig.view(rig.snapshot("a", (big,), kv_occupancy=0.1), full, full=True)
+        assert rig.placed().iid == "a"
+
+
+class TestLearning:
+    def test_bytes_per_token_per_model(self):
+        rig = rig_with(a=[model(), model("other")])
+        rig.turn(prompt_bytes=1000, prompt_tokens=100, kv_tokens=0)
+        assert rig.state.profiles.prompt_tokens("m", 1000) == 100
+        assert rig.state.profiles.prompt_tokens("other", 1000) == 250
+
+    def test_the_admission_unit_is_a_typical_returns_prefill(self):
+        rig = rig_with(a=model())
+        rig.turn(prefill_ms=500.0, cached_tokens=0)
+        assert rig.state.profiles.unit_ms("m") == 100.0
+        rig.turn(prefill_ms=40.0, cached_tokens=90)
+        assert rig.state.profiles.unit_ms("m") == 40.0
+
+    def test_what_one_instance_measured_stands_in_for_another(self):
+        rig = rig_with(a=model(prefill_ms_per_token=3.0))
+        fresh = model(prefill_ms_per_token=0.0, decode_step_ms=0.0, switch_ms=0.0, open_ms=0.0, state="host")
+        rig.view(rig.snapshot("b", (fresh,)))
+        got = rig.state.profiles.of("b", fresh)
+        assert (got.prefill_ms_per_token, got.decode_step_ms, got.switch_ms) == (3.0, 10.0, 500.0)
+
+    def test_cold_start_values_are_positive(self):
+        rig = rig_with(a=model(prefill_ms_per_token=0.0, decode_step_ms=0.0, switch_ms=0.0, open_ms=0.0, state="host"))
+        c = terms(rig)["a"]
+        assert c["req_ms"] > 0
+        assert c["act_ms"] > 0
+
+
+class TestPolicies:
+    def rig(self, policy: str) -> Rig:
+        rig = Rig(policy=policy)
+        rig.view(rig.snapshot("a", (model(running=1),)), rig.snapshot("b", (model(state="host"),)), full=True)
+        return rig
+
+    def test_least_pressure_ignores_residency(self):
+        assert self.rig("least-pressure").placed().iid == "b"
+
+    def test_sticky_returns_to_its_first_instance(self):
+        rig = self.rig("session-sticky")
+        p = rig.turn()
+        assert p.iid == "b"
+        rig.view(rig.snapshot("b", (model(state="host", queued=20, queued_tokens=1000),)))
+        assert rig.placed().iid == "b"
+
+    def test_round_robin(self):
+        rig = self.rig("round-robin")
+        assert [rig.placed(f"s{i}").iid for i in range(4)] == ["a", "b", "a", "b"]
+
+    def test_an_unknown_name(self):
+        with pytest.raises(ValueError, match="least-pressure"):
+            Rig(policy="best")
