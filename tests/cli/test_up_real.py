@@ -125,9 +125,9 @@ def test_a_killed_router_comes_back_and_serves(mesh: Up) -> None:
 
 
 def test_status_without_a_mesh_is_not_ready(tmp_path: Path) -> None:
+    nowhere = f"nats://127.0.0.1:{ports.free_port()}"
     done = subprocess.run(
-        [sys.executable, "-m", "talaria_cli.main", "status", "--state-dir", str(tmp_path)]
-        + ["--bus", f"nats://127.0.0.1:{ports.free_port()}"],
+        [sys.executable, "-m", "talaria_cli.main", "status", "--state-dir", str(tmp_path), "--bus", nowhere],
         capture_output=True,
         text=True,
         timeout=60,
