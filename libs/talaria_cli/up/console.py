@@ -9,6 +9,7 @@ from typing import NamedTuple
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 REMIND_S = 10.0
 """Without a terminal, what is still waited for is said again after this."""
@@ -80,5 +81,6 @@ def _table(rows: list[Row], elapsed_s: float) -> Table:
         table.add_column(column, no_wrap=column != "", overflow="fold")
     for row in rows:
         style = _STYLE.get(row.state, "")
-        table.add_row(row.name, row.role, f"[{style}]{row.state}[/]" if style else row.state, row.says)
+        # Text, not markup: reasons contain brackets
+        table.add_row(row.name, row.role, Text(row.state, style), Text(row.says))
     return table
