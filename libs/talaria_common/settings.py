@@ -20,6 +20,11 @@ DEFAULT_FILE = "talaria.toml"
 _RESERVED_ENV = {"TALARIA_CONFIG", "TALARIA_CACHE", "TALARIA_LOG"}
 """Read elsewhere: which file, where models are cached, how to log."""
 
+_TEXT = {"user", "password", "sha256"}
+"""Never read as TOML: a password of digits is no number."""
+_SECRET = {"password"}
+"""Never shown."""
+
 Name = Annotated[str, AfterValidator(check_name)]
 ModelName = Annotated[str, AfterValidator(check_model_name)]
 
@@ -39,9 +44,9 @@ class _Section(BaseModel):
 class ApiSettings(_Section):
     """The HTTP edge."""
 
-    id: Name = "api-0"
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
+    id: Name = Field("api-0", description="its name on the bus")
+    host: str = Field("127.0.0.1", description="address it listens on")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0: a free one")
     allow_open: bool = Field(
         False, description="without a key, listen beyond loopback all the same: something else guards the port"
     )
@@ -61,25 +66,25 @@ class BusSettings(_Section):
     """NATS."""
 
     url: str = Field("nats://127.0.0.1:4222", description="server; `talaria up` starts one if nothing listens there")
-    user: str = ""
-    password: str = Field("", repr=False)
+    user: str = Field("", description="with `password`; empty: no authentication")
+    password: str = Field("", repr=False, description="of `user`")
     max_payload_bytes: int = Field(8 << 20, ge=1 << 16, le=64 << 20, description="of the embedded server")
-    events_max_age_s: float = Field(86400.0, gt=0)
-    events_max_bytes: int = Field(256 << 20, ge=1 << 20)
+    events_max_age_s: float = Field(86400.0, gt=0, description="age at which events leave the stream, in seconds")
+    events_max_bytes: int = Field(256 << 20, ge=1 << 20, description="size of the event stream; the oldest leave first")
 
 
 class ApiKey(_Section):
     """An API key, stored hashed (`talaria key NAME` makes one)."""
 
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="hex SHA-256 of the key")
-    tenant: Name
+    tenant: Name = Field(description="whose calls these are; tenants share nothing cached")
 
 
 class AuthSettings(_Section):
     """No key: one open tenant, and the api binds to loopback only."""
 
-    keys: tuple[ApiKey, ...] = ()
-    open_tenant: Name = "local"
+    keys: tuple[ApiKey, ...] = Field((), description="the keys; none: everybody is `open_tenant`")
+    open_tenant: Name = Field("local", description="tenant of all calls while there are no keys")
 
 
 class ModelSettings(_Section):
@@ -89,7 +94,9 @@ class ModelSettings(_Section):
         "path", description="a directory with safetensors, or a recipe that makes one in the cache"
     )
     path: Path | None = Field(None, description="with source = path: a Hugging Face model directory")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of the weights in memory; auto: as stored"
+    )
     context_tokens: int | None = Field(None, ge=16, description="longest prompt + completion; default: the model's own")
 
     @model_validator(mode="after")
@@ -102,13 +109,13 @@ class ModelSettings(_Section):
 class SimSettings(_Section):
     """The sim engine's device model, for load tests on the real bus."""
 
-    ttft_ms: float = Field(5.0, ge=0)
-    prefill_ms_per_ktoken: float = Field(0.0, ge=0)
-    decode_step_ms: float = Field(10.0, ge=0)
-    switch_ms: float = Field(50.0, ge=0)
-    kv_capacity_tokens: int = Field(1 << 20, ge=1024)
-    context_tokens: int = Field(1 << 18, ge=64)
-    max_running: int = Field(256, ge=1)
+    ttft_ms: float = Field(5.0, ge=0, description="time to first token of an empty prompt")
+    prefill_ms_per_ktoken: float = Field(0.0, ge=0, description="prefill time per 1000 tokens")
+    decode_step_ms: float = Field(10.0, ge=0, description="one decode iteration, whatever the batch")
+    switch_ms: float = Field(50.0, ge=0, description="one model switch")
+    kv_capacity_tokens: int = Field(1 << 20, ge=1024, description="device KV of each model")
+    context_tokens: int = Field(1 << 18, ge=64, description="longest prompt + completion")
+    max_running: int = Field(256, ge=1, description="calls in one batch")
     weight_mib: int = Field(256, ge=1, description="weights of each model, as reported")
     kv_bytes_per_token: int = Field(1024, ge=1, description="as reported")
 
@@ -116,16 +123,18 @@ class SimSettings(_Section):
 class InstanceSettings(_Section):
     """One inference instance: one GPU group."""
 
-    id: Name
-    pool: Literal["hot", "cold"] = "cold"
-    engine: Literal["sglang", "sim"] = "sglang"
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    id: Name = Field(description="its name on the bus")
+    pool: Literal["hot", "cold"] = Field("cold", description="hot: pins one model; cold: time-shares several by rounds")
+    engine: Literal["sglang", "sim"] = Field(
+        "sglang", description="sglang: the real one; sim: no weights, modelled times"
+    )
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     models: tuple[ModelName, ...] = Field(min_length=1, description="models it serves, from [models]")
     kv_tokens: int = Field(4096, ge=64, description="device KV rows per model")
     buffer_mib: int | None = Field(None, ge=1, description="device buffer; default: just what weights and KV need")
-    page_size: int = Field(16, ge=1)
+    page_size: int = Field(16, ge=1, description="tokens per KV block: the granularity of prefix reuse")
     max_running: int = Field(8, ge=1, description="calls in one batch")
-    chunked_prefill_tokens: int = Field(1024, ge=64)
+    chunked_prefill_tokens: int = Field(1024, ge=64, description="prompt tokens in one prefill batch")
     max_queued: int = Field(64, ge=1, description="waiting calls before it rejects with `overloaded`")
     slot_ms: float = Field(2000.0, gt=0, description="a slot's length while other models wait")
     drain_ms: float = Field(500.0, ge=0, description="decode after the slot's end, before what remains is retracted")
@@ -133,8 +142,8 @@ class InstanceSettings(_Section):
     engine_start_s: float = Field(900.0, gt=0, description="an engine silent for this long while it starts is killed")
     engine_hang_s: float = Field(30.0, gt=0, description="a serving engine silent for this long is killed")
     shutdown_s: float = Field(5.0, ge=0, description="time that running calls get to finish on SIGTERM")
-    seed: int = 0
-    sim: SimSettings = SimSettings()
+    seed: int = Field(0, description="of sampling")
+    sim: SimSettings = Field(SimSettings(), description="with engine = sim: its device model")
 
     @model_validator(mode="after")
     def _hot_has_one(self) -> InstanceSettings:
@@ -146,36 +155,40 @@ class InstanceSettings(_Section):
 class RouterSettings(_Section):
     """Placement (DESIGN 5)."""
 
-    id: Name = "router-0"
-    policy: str = "talaria"
+    id: Name = Field("router-0", description="its name on the bus")
+    policy: str = Field("talaria", description="placement policy by name")
     tau_s: float = Field(1.0, ge=0, description="reservation timeout")
-    t_ttft_s: float = Field(10.0, gt=0)
-    gamma: float = Field(0.9, gt=0, lt=1)
-    t_tpot_ms: float = Field(100.0, gt=0)
-    overload: Literal["reject", "queue"] = "reject"
+    t_ttft_s: float = Field(10.0, gt=0, description="T_TTFT: target for the first token, in seconds")
+    gamma: float = Field(0.9, gt=0, lt=1, description="share of T_TTFT that a predicted round may fill (Eq. 5)")
+    t_tpot_ms: float = Field(100.0, gt=0, description="T_TPOT: target per output token")
+    overload: Literal["reject", "queue"] = Field(
+        "reject", description="no capacity: refuse with 429, or let calls wait"
+    )
     queue_max: int = Field(256, ge=1, description="calls that wait at the router with overload = queue")
     session_idle_s: float = Field(3600.0, gt=0, description="a session's entry is forgotten after this")
     sessions_max: int = Field(1_000_000, ge=1, description="entries of the session table; the longest unused go first")
-    mu_ms_per_gib: float = Field(2.0, ge=0)
-    nu_ms: float = Field(500.0, ge=0)
-    control_window_s: float = Field(10.0, gt=0)
+    mu_ms_per_gib: float = Field(2.0, ge=0, description="μ: price of KV placed on a full instance (Eq. 1)")
+    nu_ms: float = Field(500.0, ge=0, description="ν: price of activating a model that is not resident (Eq. 1)")
+    control_window_s: float = Field(
+        10.0, gt=0, description="window over which opening and closing replicas is judged (Eq. 2)"
+    )
     admission_unit_ms: float | None = Field(None, ge=0, description="default: the model's EWMA of a return's prefill")
 
 
 class TelemetrySettings(_Section):
     """The cluster view, events and metrics."""
 
-    id: Name = "telemetry-0"
+    id: Name = Field("telemetry-0", description="its name on the bus")
     full_every: int = Field(10, ge=1, description="heartbeats between full cluster views")
 
 
 class MeshSettings(_Section):
     """What all parts share."""
 
-    heartbeat_s: float = Field(0.5, gt=0)
+    heartbeat_s: float = Field(0.5, gt=0, description="seconds between snapshots and other signs of life")
     missed: int = Field(3, ge=1, description="heartbeats missed before a part is stale")
     skew_tolerance_s: float = Field(2.0, ge=0, description="clock difference between hosts that deadlines forgive")
-    metrics_host: str = "127.0.0.1"
+    metrics_host: str = Field("127.0.0.1", description="address of the ports below")
     metrics_ports: dict[str, int] = Field(
         default_factory=dict, description="part id -> port of its /metrics, /livez and /readyz; 0 or absent: none"
     )
@@ -184,8 +197,8 @@ class MeshSettings(_Section):
 class LogSettings(_Section):
     """Logging."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["auto", "console", "json"] = "auto"
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="the least that is logged")
+    format: Literal["auto", "console", "json"] = Field("auto", description="auto: console on a terminal, else json")
 
 
 class Settings(_Section):
@@ -261,7 +274,8 @@ def _line(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key}: missing"
     message = error["msg"].removeprefix("Value error, ")
-    shown = "" if isinstance(error["input"], dict) else f" = {error['input']!r}"
+    secret = bool(_SECRET & set(error["loc"]))
+    shown = "" if secret or isinstance(error["input"], dict) else f" = {error['input']!r}"
     return f"{key}{shown}: {message}"
 
 
@@ -273,7 +287,7 @@ def overlay(raw: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
             continue
         parts = variable.removeprefix(ENV_PREFIX).lower().split(NESTING)
         try:
-            _put(raw, parts, _value(text))
+            _put(raw, parts, text if parts[-1] in _TEXT else _value(text))
         except KeyError as e:
             problems.append(f"{variable} = {text!r}: {e.args[0]}")
     if problems:
