@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import use_context
 
-from talaria_common.errors import BadRequestError, EngineError, ModelNotFoundError
+from talaria_common.errors import BadRequestError, ContextLengthError, EngineError, ModelNotFoundError
 from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, StepResult, StepTokens, SwitchTiming
 from talaria_gpu.engine.sglang import checks, opening
 from talaria_gpu.engine.sglang.calls import Call
@@ -113,6 +113,13 @@ class SglangEngine:
             raise BadRequestError(f"a prompt needs at least one token, each in 0..{vocabulary - 1}", param="messages")
         if call.sampling.max_new_tokens < 1:
             raise BadRequestError("max_new_tokens must be at least 1", param="max_tokens")
+        asked, limit = len(call.input_ids) + call.sampling.max_new_tokens, model.info.context_tokens
+        if asked > limit:
+            raise ContextLengthError(
+                f"this model's context is {limit} tokens; the prompt has {len(call.input_ids)}, and up to "
+                f"{call.sampling.max_new_tokens} new ones were asked for",
+                param="messages",
+            )
         own = call.sampling.seed
         seed = self._random.getrandbits(63) if own is None else own
         self._serial += 1

@@ -17,6 +17,8 @@ from talaria_gpu.engine.sglang.layout import Region
 from talaria_gpu.engine.sglang.scheduler import SlotScheduler
 from talaria_gpu.engine.sglang.spec import ModelSpec
 
+SGLANG_RESERVE = 6
+"""Tokens: of a context of n, SGLang takes prompts of up to n - 7 and prompt + completion of up to n - 2."""
 _SLACK = 64 << 20
 """Bytes in an estimate for what loading adds to the files: rotary tables, absorbed projections."""
 
@@ -115,11 +117,11 @@ def _estimate(spec: ModelSpec, rows: int) -> int:
 
 
 def _context_length(spec: ModelSpec) -> int | None:
-    """SGLang's context_length: it serves two tokens less than it is told (`SlotScheduler.context_tokens`)."""
+    """SGLang's context_length, with what it holds back added: see `SGLANG_RESERVE`."""
     if spec.context_tokens is None:
         return None
     longest = int(_config(spec).get("max_position_embeddings", spec.context_tokens))
-    return min(spec.context_tokens + 2, max(longest, spec.context_tokens))
+    return min(spec.context_tokens + SGLANG_RESERVE, max(longest, spec.context_tokens))
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:

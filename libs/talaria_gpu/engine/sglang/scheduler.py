@@ -133,9 +133,12 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
                 )
             ]
         )
-        if len(self.waiting_queue) != before + 1 or self.waiting_queue[-1].to_finish is not None:
+        if len(self.waiting_queue) != before + 1:
             raise EngineError(f"SGLang did not queue call {call.rid}: {self.failed.pop(rid, 'no reason given')}")
         request = self.waiting_queue[-1]
+        if request.to_finish is not None:  # how SGLang queues what it refuses
+            self.drop(request)
+            raise EngineError(f"SGLang refused call {call.rid}: {request.to_finish.to_json()}")
         # Log probabilities of generated tokens only; else a retracted request would be asked for its own again.
         request.logprob_start_len = -1
         if call.sampling.ignore_eos:  # SGLang's ignore_eos ignores stop_token_ids, too
@@ -143,18 +146,17 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
         return request
 
     def _check_length(self, prompt: int, new: int) -> None:
-        room = min(new, self.context_tokens - prompt)
         fits = self.token_to_kv_pool_allocator.max_new_tokens_for_memory(
             prompt,
-            max(room, 0),
+            max(min(new, self.context_tokens - prompt), 0),
             token_capacity=self.max_total_num_tokens,
             sliding_window_size=self.sliding_window_size,
             chunk_size=self.chunked_prefill_size,
         )
-        if fits is None or fits < new:
-            limit = min(self.context_tokens, self.max_total_num_tokens - 2 * self.page_size - 1)
+        if fits is None or fits < new or prompt >= self.max_req_input_len:
             raise ContextLengthError(
-                f"{prompt} prompt tokens and up to {new} new ones; this model has room for about {limit} together"
+                f"{prompt} prompt tokens and up to {new} new ones do not fit {self.max_total_num_tokens} KV tokens and "
+                f"a context of {self.context_tokens}"
             )
 
     def drop(self, request: Req) -> None:
@@ -258,5 +260,3 @@ def _describe(batch: Any) -> Ran:
         requests=tuple(batch.reqs),
         extents=tuple(zip(batch.prefix_lens, batch.extend_lens, strict=True)),
     )
-
-
