@@ -167,8 +167,8 @@ class RouterSettings(_Section):
     queue_max: int = Field(256, ge=1, description="calls that wait at the router with overload = queue")
     session_idle_s: float = Field(3600.0, gt=0, description="a session's entry is forgotten after this")
     sessions_max: int = Field(1_000_000, ge=1, description="entries of the session table; the longest unused go first")
-    mu_ms_per_gib: float = Field(2.0, ge=0, description="μ: price of KV placed on a full instance (Eq. 1)")
-    nu_ms: float = Field(500.0, ge=0, description="ν: price of activating a model that is not resident (Eq. 1)")
+    mu_ms_per_gib: float = Field(2.0, ge=0, description="mu: price of KV placed on a full instance (Eq. 1)")
+    nu_ms: float = Field(500.0, ge=0, description="nu: price of activating a model that is not resident (Eq. 1)")
     control_window_s: float = Field(
         10.0, gt=0, description="window over which opening and closing replicas is judged (Eq. 2)"
     )

@@ -128,14 +128,8 @@ def markdown() -> str:
     rows = "\n".join(f"| `{d.subject}` | {d.sender} → {d.receiver} | {d.schema} | {d.says} |" for d in DOCS)
     buckets = f"`{KV_SESSIONS}` (session table), `{KV_PARTITIONS}` (router ownership), `{KV_INSTANCES}` (presence)"
     return (
-        "# Subjects\n\nGenerated from `talaria_common.subjects` by `python -m talaria_common.subjects`; "
+        "# Subjects\n\nGenerated from `talaria_common.subjects` by `python -m talaria_common.docs docs`; "
         "a test fails when it is stale.\n\n"
         f"| subject | from → to | carries | says |\n|---|---|---|---|\n{rows}\n\n"
         f"KV buckets: {buckets}. JetStream stream: `{EVENTS_STREAM}`, filter `{ALL_EVENTS}` and nothing else.\n"
     )
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(markdown())
