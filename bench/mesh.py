@@ -96,10 +96,11 @@ def running(wanted: set[str]) -> Iterator[dict[str, System]]:
             if missing and name != TALARIA:
                 print(f"bench: {name} is left out: {missing}", flush=True)
                 continue
-            began = time.monotonic()
+            began, before = time.monotonic(), processes.names
             try:
                 systems[name] = start()
             except StartError as e:
+                processes.stop(*[n for n in processes.names[::-1] if n not in before])
                 print(f"bench: {name} is left out: {e}", flush=True)
             else:
                 print(f"bench: {name} is up after {time.monotonic() - began:.1f} s", flush=True)

@@ -58,6 +58,11 @@ class Processes:
             )
         return self._running[name].pid
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Children, in the order of their start."""
+        return tuple(self._running)
+
     def wait_http(self, url: str, names: Sequence[str], timeout_s: float) -> None:
         """Until `url` answers 200. Raises StartError when one of `names` has ended or the time is over."""
         deadline = time.monotonic() + timeout_s
