@@ -1,0 +1,113 @@
+"""What the engine's reports mean for the calls and for what is known of the engine. Part of the core, sans-I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from talaria_common.errors import DeadlineError, EngineError, OverloadedError, UnavailableError, from_info
+from talaria_gpu.engine.contract import StepResult, StepTokens
+from talaria_gpu.engine.ipc import Fatal, Progress, Ready, Refused, Report, SlotEnded, Status, Stepped, Switched
+from talaria_instance import events
+from talaria_instance.calls import Call
+from talaria_instance.engine_state import EngineState
+from talaria_instance.ledger import Ledger
+from talaria_instance.outbox import Outbox
+
+
+class Reports:
+    """Reads reports.
+
+    Args:
+        engine: what is known of it.
+        ledger: the calls.
+        out: for events.
+        switched: called when another model has become active.
+        lost: called when the engine gives up, with the reason.
+    """
+
+    def __init__(
+        self,
+        engine: EngineState,
+        ledger: Ledger,
+        out: Outbox,
+        *,
+        switched: Callable[[float], None],
+        lost: Callable[[float, str], None],
+    ) -> None:
+        self._engine = engine
+        self._ledger = ledger
+        self._out = out
+        self._active_changed = switched
+        self._lost = lost
+        self._on: dict[type, Callable[[float, Any], None]] = {
+            Stepped: self._tokens,
+            Status: self._status,
+            Ready: self._engine.ready,
+            Progress: self._progress,
+            Refused: self._refused,
+            Switched: self._switched,
+            SlotEnded: self._slot_ended,
+            Fatal: self._fatal,
+        }
+
+    def read(self, now: float, report: Report) -> None:
+        """Take one report of the present engine."""
+        self._engine.heard(now)
+        self._on[type(report)](now, report)
+
+    def _tokens(self, now: float, report: Stepped) -> None:
+        for step in report.result.tokens:
+            call = self._ledger.in_engine(step.rid)
+            if call is not None:  # else it ended here already, and the engine has been told
+                self._stepped(now, call, step, report.result)
+
+    def _stepped(self, now: float, call: Call, step: StepTokens, result: StepResult) -> None:
+        ledger = self._ledger
+        fed = ledger.feed(now, call, step, result)
+        if fed.stopped:
+            ledger.finish(now, call, fed, "stop", tell=not step.finished)
+            return
+        match step.finished:
+            case "":
+                if step.token_ids:
+                    ledger.send(call, fed)
+            case "stop" | "length":
+                assert call.stream is not None
+                text, stopped = call.stream.tail()
+                finish = "stop" if stopped else step.finished
+                ledger.finish(now, call, fed._replace(text=fed.text + text), finish, tell=False)
+            case "deadline":
+                late = DeadlineError("the deadline passed while the call ran")
+                ledger.fail(now, call, late, retryable=False, tell=False)
+            case "abort":
+                ledger.fail(now, call, EngineError("the engine dropped the call"), retryable=True, tell=False)
+            case "error":
+                failure = EngineError(step.message or "the engine failed on the call")
+                ledger.fail(now, call, failure, retryable=True, tell=False)
+
+    def _status(self, now: float, report: Status) -> None:
+        before = self._engine.status.active if self._engine.status else None
+        self._engine.status = report
+        if report.active != before:
+            self._active_changed(now)
+
+    def _progress(self, _now: float, report: Progress) -> None:
+        self._engine.reason = report.message
+
+    def _refused(self, now: float, report: Refused) -> None:
+        call = self._ledger.in_engine(report.rid)
+        if call is not None:
+            error = from_info(report.error)
+            elsewhere = isinstance(error, UnavailableError | OverloadedError)
+            self._ledger.fail(now, call, error, retryable=elsewhere, tell=False)
+
+    def _switched(self, now: float, report: Switched) -> None:
+        for timing in report.timings:
+            self._out.event(now, "switch", events.switch(timing))
+
+    def _slot_ended(self, now: float, report: SlotEnded) -> None:
+        self._out.event(now, "round", events.round_(report))
+
+    def _fatal(self, now: float, report: Fatal) -> None:
+        self._lost(now, report.message)
