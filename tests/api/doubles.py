@@ -69,7 +69,7 @@ def place(request: RouteRequest, iid: str, **extra: Any) -> RouteReply:
     """A placement of `request` on `iid`."""
     now = to_ms(CLOCK.now())
     fence = Fence(partition=0, owner_rev=1, rid=request.rid, attempt=request.attempt)
-    given = {"via": "cost", "accept_by_ms": now + 5000, "deadline_ms": request.deadline_ms}
+    given: dict[str, Any] = {"via": "cost", "accept_by_ms": now + 5000, "deadline_ms": request.deadline_ms}
     return RouteReply(placement=Placement(iid=iid, fence=fence, router="router-0", seq=1, **(given | extra)))
 
 
@@ -114,7 +114,7 @@ _tasks: set[asyncio.Task[Any]] = set()
 
 
 def spawn(coro: Any) -> asyncio.Task[Any]:
-    task = asyncio.ensure_future(coro)
+    task: asyncio.Task[Any] = asyncio.ensure_future(coro)
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)
     return task
@@ -229,6 +229,13 @@ class FakeInstance:
                 held.cancelled.set_result(cancel)
 
 
+async def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Returns when `holds()`."""
+    async with asyncio.timeout(timeout_s):
+        while not holds():  # noqa: ASYNC110 - what is waited for has no event, and needs none outside of tests
+            await asyncio.sleep(0.01)
+
+
 async def answers(held: Held) -> None:
     """The usual behaviour: three deltas and a final frame."""
     await held.accept()
@@ -311,9 +318,13 @@ class Edge:
 
     async def idle(self) -> None:
         """Returns when no call is in flight: every one has had its terminal outcome."""
-        async with asyncio.timeout(5):
-            while self.api.link.in_flight:  # noqa: ASYNC110 - the api has no such event, and needs none
-                await asyncio.sleep(0.01)
+        await until(lambda: not self.api.link.in_flight)
+
+    async def ready(self, wanted: bool = True, timeout_s: float = 10.0) -> None:
+        """Returns when /readyz says so."""
+        async with asyncio.timeout(timeout_s):
+            while ((await self.http.get("/readyz")).status_code == 200) is not wanted:  # noqa: ASYNC110 - over HTTP
+                await asyncio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager
@@ -338,9 +349,7 @@ async def edge(
     serving = asyncio.create_task(run(api, http_server, sock, ready_bus))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            async with asyncio.timeout(5):
-                while not (http_server.started and api.link.connected and api.cluster.seen):  # noqa: ASYNC110 - as above
-                    await asyncio.sleep(0.005)
+            await until(lambda: http_server.started and api.link.connected and api.cluster.seen)
             yield Edge(api, http, url, http_server, router, instances, telemetry, own)
     finally:
         telemetry.stop()
