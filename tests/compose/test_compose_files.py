@@ -79,7 +79,7 @@ def test_images_run_as_nobody_special() -> None:
     text = (COMPOSE / "Dockerfile").read_text()
     parts = re.split(r"^(?:# --- .*\n)?FROM ", text, flags=re.MULTILINE)
     stages = {p.split(" AS ")[1].split()[0]: p for p in parts if " AS " in p}
-    assert set(stages) == {"base", "control", "cpu", "gpu"}
+    assert set(stages) == {"wanted", "base", "control", "cpu", "gpu"}
     for name in ("control", "cpu", "gpu"):
         assert stages[name].rstrip().endswith("USER talaria")
     assert "requirements" not in stages["control"], "the control image stays free of torch"
