@@ -6,7 +6,7 @@ import pytest
 
 from talaria_common.wire import Placement
 from talaria_router.messages import Follow
-from tests.router.rig import Rig, model, only, seen
+from tests.router.rig import Rig, model, only, outcome, seen
 
 
 @pytest.fixture
@@ -127,8 +127,31 @@ class TestTelemetryDies:
         assert only(rig.later(0.01), Follow) == [Follow(False)]
         assert isinstance(rig.ask(), Placement)
 
-    def test_before_any_view(self):
+
+class TestJustStarted:
+    """A router that knows no instance yet keeps its callers a moment instead of refusing them."""
+
+    def test_until_the_first_full_view(self):
+        rig = Rig()
+        assert rig.ask() is None
+        assert isinstance(outcome(rig.view(rig.snapshot("a"), full=True)), Placement)
+
+    def test_deltas_alone_need_a_heartbeat_to_gather(self):
+        rig = Rig()
+        assert rig.ask() is None
+        assert outcome(rig.view(rig.snapshot("b", ()))) is None
+        rig.clock.advance(0.5)
+        assert outcome(rig.view(rig.snapshot("a"))) is None
+        assert outcome(rig.later(0.2)).iid == "a"
+
+    def test_snapshots_alone_too(self):
         rig = Rig()
         assert only(rig.later(0.1), Follow) == [Follow(True)]
+        assert rig.ask() is None
         rig.do(rig.snapshot("a"))
-        assert isinstance(rig.ask(), Placement)
+        assert isinstance(outcome(rig.later(0.7)), Placement)
+
+    def test_but_not_for_ever(self):
+        rig = Rig()
+        assert rig.ask() is None
+        assert outcome(rig.later(1.5)).reason == "no_instance"

@@ -28,6 +28,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.sessions: dict[str, str] = {}
         self.attempts: dict[str, int] = {}
         self.consumed: set[tuple[str, float]] = set()
+        self.rig.view(full=True)
         self.heartbeat(IIDS, lost=False)
 
     def call(self, request):

@@ -1,6 +1,7 @@
 """A call asks for a place: Algorithm 1 from the lease to the answer (DESIGN 4 step 2, DESIGN 5).
 
-What makes a call wait (its session's record after a restart, a health probe, room) puts it into `state.waiting` under
+What makes a call wait (a router that has just started and knows no instance yet, its session's record in the bucket, a
+health probe, room) puts it into `state.waiting` under
 its rid, each wait bounded; asking again while it waits only renews who is to be answered.
 """
 
@@ -60,8 +61,18 @@ def ask(turn: Turn, message: Ask) -> None:
         return
     if placed is None:
         state.arrival(request.model, now)
+    if not state.cluster.informed(now):
+        until = now + state.config.heartbeat_s * state.config.missed
+        state.waiting[request.rid] = Waiting(case, "view", until, now)
+        return
+    proceed(turn, case)
+
+
+def proceed(turn: Turn, case: Case) -> None:
+    """With a picture of the instances: the session's record first, if only the bucket may have it."""
+    state, now = turn.state, turn.now
     if state.entry(case.key, case.partition) is None and now < state.owned[case.partition].restore_until:
-        state.waiting[request.rid] = Waiting(case, "restore", now + RESTORE_WAIT_S, now)
+        state.waiting[case.ask.request.rid] = Waiting(case, "restore", now + RESTORE_WAIT_S, now)
         turn.out.append(Load(case.key))
         return
     decide(turn, case)
@@ -107,6 +118,15 @@ def room(turn: Turn) -> None:
             full.add(request.model)
 
 
+def informed(turn: Turn) -> None:
+    """The instances are known now: those who came too early go on."""
+    state = turn.state
+    early = [rid for rid, w in state.waiting.items() if w.why == "view"]
+    if early and state.cluster.informed(turn.now):
+        for rid in early:
+            resume(turn, rid)
+
+
 def overdue(turn: Turn) -> None:
     """End the waits that have lasted long enough."""
     state, now = turn.state, turn.now
@@ -124,6 +144,8 @@ def resume(turn: Turn, rid: str, *, probed: bool | None = None) -> None:
     w = state.waiting.pop(rid)
     if w.case.partition not in state.owned:
         _refuse(turn, w.case, verdicts.not_owner(w.case.partition))
+    elif w.why == "view":
+        proceed(turn, w.case)
     elif w.why == "room":
         _refuse(turn, w.case, verdicts.expired("no room before the call's deadline"))
     else:

@@ -35,10 +35,10 @@ class Case:
 
 @dataclass(slots=True)
 class Waiting:
-    """A call whose answer has to wait: for its session's record, for a health probe, or for room."""
+    """A call whose answer has to wait: for a view, its session's record, a health probe, or room."""
 
     case: Case
-    why: Literal["restore", "probe", "room"]
+    why: Literal["view", "restore", "probe", "room"]
     until: float
     asked_at: float
     """When it asked last."""

@@ -13,6 +13,7 @@ from talaria_common.bus import KvBucket
 from talaria_common.clock import Clock, to_ms
 from talaria_common.errors import BusError
 from talaria_common.settings import Settings
+from talaria_common.ticker import every
 from talaria_common.wire import encode
 from talaria_router.messages import Gained, Lost
 from talaria_router.ownership import (
@@ -71,7 +72,8 @@ class Claims:
     async def start(self) -> None:
         """Begin; partitions come as they are claimed. Raises BusError."""
         self._bucket = await self._open()
-        self._tasks = [asyncio.ensure_future(work) for work in (self._beat(), self._watch(), self._ticks())]
+        works = (every(self._heartbeat_s, self._beat), self._watch(), every(self._heartbeat_s / 5, self._tick))
+        self._tasks = [asyncio.ensure_future(work) for work in works]
 
     async def stop(self) -> None:
         """Change nothing any more; what is ours stays ours until `leave`, or until we are missed."""
@@ -104,13 +106,10 @@ class Claims:
             log.warning("partitions not verified", error=e.message)
 
     async def _beat(self) -> None:
-        key, value = router_key(self.ownership.me.router), encode(self.ownership.me)
-        while True:
-            try:
-                await self._bucket.put(key, value)
-            except BusError as e:
-                log.debug("heartbeat not written", error=e.message)
-            await asyncio.sleep(self._heartbeat_s)
+        try:
+            await self._bucket.put(router_key(self.ownership.me.router), encode(self.ownership.me))
+        except BusError as e:
+            log.debug("heartbeat not written", error=e.message)
 
     async def _watch(self) -> None:
         while True:
@@ -126,10 +125,8 @@ class Claims:
                 log.info("the watch on partitions ended", error=e.message)
             await asyncio.sleep(self._heartbeat_s)
 
-    async def _ticks(self) -> None:
-        while True:
-            self._carry_out(self.ownership.tick(self._clock.now()))
-            await asyncio.sleep(self._heartbeat_s / 5)
+    def _tick(self) -> None:
+        self._carry_out(self.ownership.tick(self._clock.now()))
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:

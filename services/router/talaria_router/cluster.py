@@ -19,6 +19,8 @@ from talaria_common.wire import ClusterView, InstanceView, ModelState, Snapshot
 
 SILENT_HEARTBEATS = 1.5
 """The view counts as silent after this many heartbeats."""
+GATHER_HEARTBEATS = 1.25
+"""After a start, by this long every living instance has been heard once, in deltas or directly."""
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class Cluster:
         self._sources: dict[str, _Source] = {}
         self._last_view = float("-inf")
         self._follow_since: float | None = None
+        self._first_contact: float | None = None
         self.version = 0
         """Version of the last cluster view."""
         self.gaps = 0
@@ -73,6 +76,13 @@ class Cluster:
     def serving(self, model: str) -> list[str]:
         """Ids of the instances in whose catalog `model` is, in a stable order; to be read only."""
         return self._serving.get(model, [])
+
+    def informed(self, now: float) -> bool:
+        """Whether "nobody serves it" can be said: after a start, the picture is not there at once."""
+        if any(s.synced for s in self._sources.values()):
+            return True
+        since = self._first_contact
+        return since is not None and now - since >= GATHER_HEARTBEATS * self._heartbeat_s
 
     def view(self, now: float, view: ClusterView) -> tuple[list[str], list[str]]:
         """Take in a view; returns (ids whose snapshot is new, ids that are gone)."""
@@ -124,6 +134,10 @@ class Cluster:
             return "gone"
         return "stale" if instance.reported == "stale" or own == "stale" else "ok"
 
+    def healths(self, now: float) -> dict[str, Health]:
+        """Health of all instances."""
+        return {iid: self.health(iid, now) for iid in self._instances}
+
     def _excused(self, now: float, seen_at: float) -> bool:
         """Whether an instance's silence may be telemetry's: it was fresh when the view fell silent."""
         silence = now - self._last_view
@@ -138,6 +152,7 @@ class Cluster:
     def _take(self, seen_at: float, snapshot: Snapshot, view: InstanceView | None, now: float) -> bool:
         iid = snapshot.iid
         old = self._instances.get(iid)
+        self._first_contact = now if self._first_contact is None else self._first_contact
         stale = old is not None and now - old.seen_at > self._heartbeat_s * self._missed
         if old is not None and not supersedes(snapshot, old.snapshot, old_is_stale=stale):
             if view is not None and snapshot.epoch == old.snapshot.epoch and snapshot.version == old.snapshot.version:

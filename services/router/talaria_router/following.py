@@ -40,6 +40,7 @@ def viewed(turn: Turn, view: ClusterView) -> None:
     for iid in gone:
         state.overlay.forget(iid)
         state.profiles.forget(iid)
+    asking.informed(turn)
     asking.room(turn)
 
 
@@ -105,6 +106,7 @@ def ticked(turn: Turn) -> None:
     state.calls.expire(now)
     while (key_due := state.sessions.overdue(now)) is not None:
         _drop(turn, key_due, "evicted")
+    asking.informed(turn)
     asking.overdue(turn)
     follow = state.cluster.watch(now)
     if follow is not None:

@@ -14,8 +14,9 @@ from talaria_common import subjects
 from talaria_common.bus import Bus, KvBucket, Message, Subscription
 from talaria_common.clock import Clock, to_ms
 from talaria_common.errors import BusError
-from talaria_common.ids import PARTITIONS, new_epoch
+from talaria_common.ids import PARTITIONS
 from talaria_common.settings import Settings
+from talaria_common.ticker import every
 from talaria_common.wire import (
     ClusterView,
     Completion,
@@ -61,11 +62,14 @@ class RouterShell:
         bus: a connection; it stays the caller's.
         settings: the whole configuration.
         clock: time.
+        epoch: this life of the router.
     """
 
-    def __init__(self, bus: Bus, settings: Settings, clock: Clock) -> None:
+    def __init__(self, bus: Bus, settings: Settings, clock: Clock, epoch: str) -> None:
         self.settings = settings
-        self.epoch = new_epoch()
+        self.epoch = epoch
+        self.failed = asyncio.Event()
+        """A task of ours has died: the process must end, never live on by half."""
         self.name = settings.router.id
         self.core = RouterCore(RouterConfig.of(settings), self.name, self.epoch)
         self.malformed = 0
@@ -83,50 +87,48 @@ class RouterShell:
         self._follow_lock = asyncio.Lock()
         self._reads = asyncio.Semaphore(READS_AT_ONCE)
         self._sessions: KvBucket
-        self._claims: Claims
-        self._writer: SessionWriter
+        self._writer = SessionWriter(self.core.record, self._ours)
+        hooks = Hooks(self._owns, self._writer.hand_over)
+        self.claims = Claims(lambda: bus.kv(subjects.KV_PARTITIONS), settings, clock, epoch, hooks)
+        """This router's partitions."""
 
     async def start(self) -> None:
         """Open the buckets, subscribe, and begin to claim partitions."""
         bus = self._bus
         self._sessions = await bus.kv(subjects.KV_SESSIONS, ttl_s=self.settings.router.session_idle_s)
-        self._writer = SessionWriter(self._sessions, self.core.record, self._ours)
-        hooks = Hooks(self._owns, self._writer.hand_over)
-        self._claims = Claims(lambda: bus.kv(subjects.KV_PARTITIONS), self.settings, self._clock, self.epoch, hooks)
         self._subs.append(await bus.subscribe(subjects.ALL_COMPLETIONS, self._on_completion))
         self._subs.append(await bus.subscribe(subjects.CLUSTER, self._on_view))
         self.spawn(self._send())
-        self.spawn(self._ticks())
-        self.spawn(self._writer.run())
+        self.spawn(every(TICK_S, lambda: self._handle(Tick()), clock=self._clock))
+        self.spawn(self._writer.run(self._sessions))
         self.spawn(self._follow_routes())
-        await self._claims.start()
+        await self.claims.start()
         bus.on_connection(self._on_connection)
 
     @property
-    def claims(self) -> Claims:
-        """This router's partitions."""
-        return self._claims
+    def dirty(self) -> int:
+        """Sessions not yet written behind."""
+        return len(self._writer)
 
     def not_ready(self) -> list[str]:
         """Why this router cannot serve now, for people; [] when it can."""
         why = []
         if not self._bus.connected:
             why.append("the message bus is away")
-        if not self.core.state.owned and len(self._claims.ownership.live) <= 1:
-            why.append(f"no partition is claimed yet ({self._claims.ownership.unowned} of {PARTITIONS} have no owner)")
+        if not self.core.state.owned and len(self.claims.ownership.live) <= 1:
+            why.append(f"no partition is claimed yet ({self.claims.ownership.unowned} of {PARTITIONS} have no owner)")
         if not any(True for _ in self.core.state.cluster.instances()):
             why.append("no snapshot of any instance has come yet")
         return why
 
     async def close(self) -> None:
         """Give the partitions back, write what is dirty, stop."""
-        await self._claims.stop()
+        await self.claims.stop()
         with contextlib.suppress(BusError):
             await self._writer.flush()
-        await self._claims.leave()
-        for sub in [*self._subs, *self._routes.values()]:
-            with contextlib.suppress(BusError):
-                await sub.drain()
+        await self.claims.leave()
+        subs = [*self._subs, *self._routes.values()]
+        await asyncio.gather(*(sub.drain() for sub in subs), return_exceptions=True)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -137,7 +139,7 @@ class RouterShell:
 
     def _on_connection(self, connected: bool) -> None:
         if connected:
-            self._claims.connected()
+            self.claims.connected()
 
     def _on_route(self, message: Message) -> None:
         try:
@@ -174,11 +176,6 @@ class RouterShell:
     def _bad(self, message: Message, error: WireError) -> None:
         self.malformed += 1
         log.warning("malformed message", subject=message.subject, error=str(error))
-
-    async def _ticks(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._handle(Tick())
 
     def _handle(self, message: Any) -> None:
         self._carry_out(self.core.handle(self._clock.now(), message))
@@ -283,7 +280,7 @@ class RouterShell:
         return int(key[:8], 16) % PARTITIONS in self.core.state.owned
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` until it ends or the shell closes; what it raises is logged, not lost."""
+        """Run `work` until it ends or the shell closes."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -291,4 +288,5 @@ class RouterShell:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("a task of the router failed", exc_info=task.exception())
+            log.critical("a task of the router died", exc_info=task.exception())
+            self.failed.set()

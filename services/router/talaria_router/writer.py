@@ -23,15 +23,12 @@ class SessionWriter:
     """Writes what `record` says of the keys marked dirty. A key that changes again before its turn is written once.
 
     Args:
-        bucket: `talaria_sessions`.
         record: the key's record now; None: delete it.
         ours: whether the key's partition is ours; another owner's record is never overwritten.
     """
 
-    def __init__(
-        self, bucket: KvBucket, record: Callable[[str], SessionRecord | None], ours: Callable[[str], bool]
-    ) -> None:
-        self._bucket = bucket
+    def __init__(self, record: Callable[[str], SessionRecord | None], ours: Callable[[str], bool]) -> None:
+        self._bucket: KvBucket
         self._record = record
         self._ours = ours
         self._dirty: dict[str, None] = {}
@@ -44,8 +41,9 @@ class SessionWriter:
     def __len__(self) -> int:
         return len(self._dirty)
 
-    async def run(self) -> None:
-        """Write until cancelled."""
+    async def run(self, bucket: KvBucket) -> None:
+        """Write to `talaria_sessions` until cancelled."""
+        self._bucket = bucket
         while True:
             await asyncio.sleep(INTERVAL_S)
             await self.flush()

@@ -15,8 +15,8 @@ from talaria_common import subjects
 from talaria_common.bus import Bus, Message, Subscription
 from talaria_common.clock import Clock
 from talaria_common.errors import BusError
-from talaria_common.ids import new_epoch
 from talaria_common.settings import Settings
+from talaria_common.ticker import every
 from talaria_common.wire import Completion, Presence, Snapshot, WireError, decode, encode
 from talaria_telemetry.core import TelemetryCore
 from talaria_telemetry.instances import Expected
@@ -33,14 +33,17 @@ class TelemetryShell:
         bus: a connection; it stays the caller's.
         settings: the whole configuration.
         clock: time.
+        epoch: this life of telemetry.
         registry: where the metrics go.
     """
 
-    def __init__(self, bus: Bus, settings: Settings, clock: Clock, registry: CollectorRegistry) -> None:
+    def __init__(self, bus: Bus, settings: Settings, clock: Clock, epoch: str, registry: CollectorRegistry) -> None:
         self.settings = settings
+        self.failed = asyncio.Event()
+        """A task of ours has died: the process must end, never live on by half."""
         self.core = TelemetryCore(
             settings.telemetry.id,
-            new_epoch(),
+            epoch,
             heartbeat_s=settings.mesh.heartbeat_s,
             missed=settings.mesh.missed,
             full_every=settings.telemetry.full_every,
@@ -64,7 +67,7 @@ class TelemetryShell:
         self._subs.append(await self._bus.subscribe(subjects.ALL_COMPLETIONS, self._on_completion))
         self._bus.on_connection(self._on_connection)
         self._spawn(self._send())
-        self._spawn(self._beats())
+        self._spawn(every(self.settings.mesh.heartbeat_s, lambda: self._handle(Beat()), clock=self._clock))
         self._spawn(self._keep_stream())
         self._spawn(self._watch_presence())
 
@@ -114,14 +117,6 @@ class TelemetryShell:
     def _bad(self, message: Message, error: WireError) -> None:
         self.malformed += 1
         log.warning("malformed message", subject=message.subject, error=str(error))
-
-    async def _beats(self) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time()
-        while True:
-            self._handle(Beat())
-            due = max(due + self.settings.mesh.heartbeat_s, loop.time())
-            await asyncio.sleep(due - loop.time())
 
     async def _keep_stream(self) -> None:
         """The stream's filter covers events and nothing else: over an RPC subject it would answer the RPC."""
@@ -195,4 +190,5 @@ class TelemetryShell:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("a task of telemetry failed", exc_info=task.exception())
+            log.critical("a task of telemetry died", exc_info=task.exception())
+            self.failed.set()
