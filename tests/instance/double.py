@@ -11,10 +11,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from talaria_common import subjects
 from talaria_common.clock import SystemClock
+from talaria_common.ids import new_epoch
 from talaria_common.settings import load
 from talaria_common.wire import (
     FORWARD_HEADER,
@@ -171,14 +171,16 @@ class Running:
 
     def __init__(self, bus, config):
         self.bus = bus
-        self.registry = CollectorRegistry()
+        metrics = InstanceMetrics()
+        self.registry = metrics.registry
         self.service = InstanceService(
             load(config, env={}),
             IID,
             bus,
             SystemClock(),
             engine_command=engine_command(str(config), IID),
-            metrics=InstanceMetrics(self.registry),
+            metrics=metrics,
+            epoch=new_epoch(),
         )
         self._stop = asyncio.Event()
         self._task = asyncio.create_task(self.service.run(self._stop))

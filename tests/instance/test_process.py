@@ -166,7 +166,7 @@ async def test_a_bus_cut_off_for_a_while(tmp_path):
         bucket = await api.bus.kv(subjects.KV_INSTANCES)
         hub.disconnect(ours)
         await bucket.delete(IID)
-        assert instance.service.ready == (False, "the message bus is away")
+        assert instance.service.not_ready() == ["the message bus is away"]
         await until(lambda: not instance.service.core.calls)  # it ran to its end without an api to hear it
         ours.set_connected(True)
         await api.end_of(rid)
@@ -177,23 +177,35 @@ async def test_a_bus_cut_off_for_a_while(tmp_path):
                 break
             await asyncio.sleep(0.01)
         assert await bucket.get(IID) is not None
-        assert instance.service.ready == (True, "")
+        assert instance.service.not_ready() == []
     finally:
         await instance.stop()
 
 
-@pytest.mark.parametrize("engine", ["exit 3", "kill -11 $$", "exec sleep 1000"])
-async def test_engines_that_never_get_ready(tmp_path, engine):
+GARBAGE = "import os, sys, time; os.write(int(sys.argv[-1]), b'\\4\\0\\0\\0abcd'); time.sleep(1000)"
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (["sh", "-c", "exit 3"], "status 3"),
+        (["sh", "-c", "kill -11 $$"], "SIGSEGV"),
+        ([sys.executable, "-c", GARBAGE], "no report"),
+        (["sh", "-c", "exec sleep 1000"], ""),
+        (["/no/such/program"], "cannot be started"),
+    ],
+)
+async def test_engines_that_never_get_ready(tmp_path, engine, said, monkeypatch):
     """Reported with the reason, started again, and the instance ends in order nonetheless."""
+    monkeypatch.setattr("talaria_instance.engine_process.GRACE_S", 0.2)
     hub = MemoryHub()
     api = await Api(hub.connect()).listen()
     instance = Running(hub.connect(), write_config(tmp_path))
-    instance.service.supervisor._command = ["sh", "-c", engine]
+    instance.service.supervisor._command = engine
     try:
-        if "sleep" not in engine:
+        if said:
             await until(lambda: any(s.engine_restarts >= 2 for s in api.snapshots), 20)
-            reason = next(s.reason for s in api.snapshots if s.status == "failed" and s.engine_restarts)
-            assert ("status 3" if "exit" in engine else "SIGSEGV") in reason
+            assert said in next(s.reason for s in api.snapshots if s.status == "failed" and s.engine_restarts)
         else:
             await until(lambda: api.snapshots and api.snapshots[-1].reason == "the engine is starting")
         assert not (await api.send(api.place(), b"{}")).accepted

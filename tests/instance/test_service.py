@@ -52,8 +52,9 @@ async def test_a_call_is_answered(pair):
     assert 0 < done.ttft_ms <= done.total_ms
     await until(lambda: {e.kind for e in api.events} >= {"forward", "completion", "health", "switch"})
     assert instance.registry.get_sample_value("talaria_instance_forwards_total", {"result": "accepted"}) == 1
-    labels = {"model": "alpha", "kind": "completion"}
-    assert instance.registry.get_sample_value("talaria_instance_tokens_total", labels) == 12
+    labels = {"model": "alpha", "finish": "length"}
+    assert instance.registry.get_sample_value("talaria_instance_calls_total", labels) == 1
+    assert instance.registry.get_sample_value("talaria_instance_tokenise_seconds_count", {"where": "loop"}) == 1
 
 
 async def test_concurrent_calls_of_two_models_stay_apart(pair):

@@ -36,9 +36,9 @@ class _Pipe(asyncio.Protocol):
         except msgspec.DecodeError as e:
             self._end(f"it sent what is no report: {e}")
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the exit status says more
         """The other end is closed."""
-        self._end(f"its connection broke: {exc}" if exc else "")
+        self._end("")
 
     def _end(self, why: str) -> None:
         if not self.lost.done():
@@ -99,11 +99,11 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def stop(self, within_s: float = GRACE_S) -> None:
+    async def stop(self) -> None:
         """Ask it to end, wait, and kill it when it does not."""
         self.tell(Stop())
         try:
-            await asyncio.wait_for(self._process.wait(), within_s)
+            await asyncio.wait_for(self._process.wait(), GRACE_S)
         except TimeoutError:
             log.warning("the engine does not stop: killed", pid=self.pid)
             self.kill()

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
+from prometheus_client import Histogram
 
 from talaria_common.errors import EngineError, TalariaError
 from talaria_gpu.text import ENCODE_INLINE_BYTES, Tokenizer, load_tokenizer
@@ -20,10 +21,16 @@ THREADS = 2
 
 
 class Preparer:
-    """Args: done: called on the event loop with each outcome, before `prepare` returns for a small body."""
+    """Tokenizers and threads.
 
-    def __init__(self, done: Callable[[Prepared | PrepareFailed], None]) -> None:
+    Args:
+        done: called on the event loop with each outcome, before `prepare` returns for a small body.
+        seconds: observes how long each took, by where: "loop" or "thread".
+    """
+
+    def __init__(self, done: Callable[[Prepared | PrepareFailed], None], seconds: Histogram) -> None:
         self._done = done
+        self._seconds = seconds
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
         self._tokenizers: dict[str, Tokenizer] = {}
         self._loaded: dict[str, str | None] = {}
@@ -50,7 +57,9 @@ class Preparer:
     def prepare(self, request: Prepare) -> None:
         """Tokenise; the outcome goes to `done`."""
         if len(request.body) <= ENCODE_INLINE_BYTES:
-            self._done(self._run(request))
+            with self._seconds.labels("loop").time():
+                outcome = self._run(request)
+            self._done(outcome)
             return
         future = asyncio.get_running_loop().run_in_executor(self._pool, self._run, request)
         task = asyncio.ensure_future(self._deliver(future))
@@ -62,7 +71,9 @@ class Preparer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _deliver(self, future: asyncio.Future[Prepared | PrepareFailed]) -> None:
-        self._done(await future)
+        with self._seconds.labels("thread").time():
+            outcome = await future
+        self._done(outcome)
 
     def _run(self, request: Prepare) -> Prepared | PrepareFailed:
         try:

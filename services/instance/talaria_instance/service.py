@@ -14,8 +14,8 @@ from talaria_common import subjects
 from talaria_common.bus import Bus, Message, Subscription
 from talaria_common.clock import Clock, to_ms
 from talaria_common.errors import BadRequestError, BusError
-from talaria_common.ids import new_epoch
 from talaria_common.settings import Settings
+from talaria_common.ticker import every
 from talaria_common.wire import (
     FORWARD_HEADER,
     TRACE_HEADER,
@@ -47,6 +47,7 @@ class InstanceService:
         iid: which of its instances this is.
         bus: connected; closed by `run`.
         clock: the process's.
+        epoch: of this process's life.
         engine_command: starts the engine process.
         metrics: counts what goes out.
     """
@@ -58,6 +59,7 @@ class InstanceService:
         bus: Bus,
         clock: Clock,
         *,
+        epoch: str,
         engine_command: Sequence[str],
         metrics: InstanceMetrics,
     ) -> None:
@@ -68,10 +70,10 @@ class InstanceService:
         self._clock = clock
         self._metrics = metrics
         self._started_ms = to_ms(clock.now())
-        self._preparer = Preparer(self._feed)
+        self._preparer = Preparer(self._feed, metrics.tokenising)
         self.core = InstanceCore(
             self._settings,
-            new_epoch(),
+            epoch,
             self._preparer.tokenizers,
             skew_s=self._mesh.skew_tolerance_s,
             heartbeat_s=self._mesh.heartbeat_s,
@@ -81,12 +83,10 @@ class InstanceService:
         self._presence_due = asyncio.Event()
         self._idle = asyncio.Event()
 
-    @property
-    def ready(self) -> tuple[bool, str]:
-        """For /readyz: whether it takes calls, and else why not."""
-        if not self._bus.connected:
-            return False, "the message bus is away"
-        return self.core.status == "ready", self.core.reason
+    def not_ready(self) -> list[str]:
+        """For /readyz: why it takes no calls; empty when it does."""
+        reasons = [] if self._bus.connected else ["the message bus is away"]
+        return reasons + ([f"{self.core.status}: {self.core.reason}"] if self.core.status != "ready" else [])
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then shut down in order.
@@ -100,7 +100,7 @@ class InstanceService:
             self._bus.on_connection(self._connection)
             self._presence_due.set()
             tasks += [
-                asyncio.create_task(self._heartbeat(), name="heartbeat"),
+                asyncio.create_task(every(self._mesh.heartbeat_s, self._beat, clock=self._clock), name="heartbeat"),
                 asyncio.create_task(self._presence(), name="presence"),
             ]
             self._do(self.core.start())
@@ -193,13 +193,8 @@ class InstanceService:
             self._presence_due.set()
             self._feed(m.Announce())
 
-    async def _heartbeat(self) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time()
-        while True:
-            self._feed(m.Tick())
-            due = max(due + self._mesh.heartbeat_s, loop.time())
-            await asyncio.sleep(due - loop.time())
+    def _beat(self) -> None:
+        self._feed(m.Tick())
 
     async def _presence(self) -> None:
         """Keep our entry in the presence bucket; written anew after every reconnect, retried until it stands."""
