@@ -59,7 +59,7 @@ class ApiSettings(_Section):
     silence_s: float = Field(2.0, gt=0, description="without a batch for this long an instance is taken for dead")
     max_attempts: int = Field(4, ge=1, description="placements tried for one call before its first token")
     max_pending_frames: int = Field(4096, ge=16, description="frames a slow reader may leave unread before it is cut")
-    drain_s: float = Field(10.0, ge=0, description="at SIGTERM, how long streams may take to finish")
+    drain_s: float = Field(4.0, ge=0, description="at SIGTERM, how long streams may take to finish")
 
 
 class BusSettings(_Section):
@@ -268,12 +268,14 @@ def parse(raw: dict[str, Any]) -> Settings:
 
 
 def _line(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"]) or "talaria.toml"
+    key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{key}: unknown key (value {error['input']!r})"
     if error["type"] == "missing":
         return f"{key}: missing"
-    message = error["msg"].removeprefix("Value error, ")
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if not key:
+        return message  # a rule across sections, which names its keys
     secret = bool(_SECRET & set(error["loc"]))
     shown = "" if secret or isinstance(error["input"], dict) else f" = {error['input']!r}"
     return f"{key}{shown}: {message}"
