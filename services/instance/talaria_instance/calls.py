@@ -24,7 +24,6 @@ class Call:
 
     key: CallKey
     head: ForwardHead
-    trace: str
     arrived: float
     deadline: float
     """The placement's, clock skew forgiven."""
@@ -112,11 +111,11 @@ class Call:
         )
 
 
-def new_call(now: float, head: ForwardHead, body: bytes, trace: str, skew_s: float) -> Call:
+def new_call(now: float, head: ForwardHead, body: bytes, skew_s: float) -> Call:
     """A call at its acceptance."""
     place = head.placement
     key = CallKey(place.fence.rid, place.fence.attempt)
-    return Call(key, head, trace, now, from_ms(place.deadline_ms) + skew_s, len(body))
+    return Call(key, head, now, from_ms(place.deadline_ms) + skew_s, len(body))
 
 
 def engine_call(call: Call, context_tokens: int, eos: tuple[int, ...]) -> EngineCall:

@@ -155,10 +155,10 @@ class InstanceCore:
         older = ledger.attempt_of(place.fence.rid)
         if older is not None:
             ledger.abort(now, older)  # the api has given it up, or it would not have tried again
-        call = new_call(now, head, message.body, message.trace, self._skew_s)
+        call = new_call(now, head, message.body, self._skew_s)
         ledger.accept(call)
         self._out.do(Answer(message.handle, ForwardReply(accepted=True, epoch=self.epoch)))
-        self._out.do(Prepare(call.key, head, message.body, message.trace))
+        self._out.do(Prepare(call.key, head, message.body))
         self._out.event(now, "forward", events.forward(head, None, self.queued, message.trace))
 
     def _full(self, model: str) -> Refusal | None:

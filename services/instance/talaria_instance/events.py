@@ -50,6 +50,7 @@ def forward(head: ForwardHead, error: ErrorInfo | None, queued: int, trace: str)
 def completion(message: Completion, finish: str, code: str) -> dict[str, Any]:
     """A call ended: the completion's fields, `finish` and, for a failure, `code`."""
     data: dict[str, Any] = msgspec.to_builtins(message) | {"ok": message.ok, "finish": finish}
+    del data["at_ms"]  # the event says it
     return data | ({"code": code} if code else {})
 
 

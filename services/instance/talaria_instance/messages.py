@@ -185,7 +185,6 @@ class Prepare:
     key: CallKey
     head: ForwardHead
     body: bytes
-    trace: str
 
 
 @dataclass(frozen=True, slots=True)

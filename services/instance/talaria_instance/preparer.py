@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,7 +62,8 @@ class Preparer:
                 outcome = self._run(request)
             self._done(outcome)
             return
-        future = asyncio.get_running_loop().run_in_executor(self._pool, self._run, request)
+        run = contextvars.copy_context().run  # the call's trace goes along
+        future = asyncio.get_running_loop().run_in_executor(self._pool, run, self._run, request)
         task = asyncio.ensure_future(self._deliver(future))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -82,5 +84,5 @@ class Preparer:
         except TalariaError as e:
             return PrepareFailed(request.key, e.info())
         except Exception as e:  # a template or tokenizer that fails must cost one call, not the instance
-            log.exception("tokenising failed", rid=request.key.rid, model=request.head.model, trace=request.trace)
+            log.exception("tokenising failed", rid=request.key.rid, model=request.head.model)
             return PrepareFailed(request.key, EngineError(f"tokenising failed: {e}").info())

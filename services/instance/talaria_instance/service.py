@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from talaria_common import subjects
+from talaria_common import subjects, tracing
 from talaria_common.bus import Bus, Message, Subscription
 from talaria_common.clock import Clock, to_ms
 from talaria_common.errors import BadRequestError, BusError
@@ -163,8 +163,9 @@ class InstanceService:
             self._sender.put(message, ForwardReply(accepted=False, epoch=self.core.epoch, error=error))
             return
         fence = head.placement.fence
-        log.debug("forward", rid=fence.rid, attempt=fence.attempt, model=head.model, trace=trace)
-        self._feed(m.Forward(message, head, message.data, trace))
+        with tracing.under(tracing.of_message(message.headers)):  # what is logged for this call names its trace
+            log.debug("forward", rid=fence.rid, attempt=fence.attempt, model=head.model)
+            self._feed(m.Forward(message, head, message.data, trace))
 
     def _on_cancel(self, message: Message) -> None:
         try:
