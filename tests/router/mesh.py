@@ -34,7 +34,7 @@ def config(router: str = "r0", **more: Any) -> Settings:
     return parse(
         {
             "models": {M: {"source": "smollm2"}},
-            "mesh": {"heartbeat_s": 0.1},
+            "mesh": {"heartbeat_s": 0.25},
             "router": {"id": router} | more,
         }
     )

@@ -13,6 +13,7 @@ from talaria_common.bus import KvBucket
 from talaria_common.clock import Clock, to_ms
 from talaria_common.errors import BusError
 from talaria_common.settings import Settings
+from talaria_common.tasks import end
 from talaria_common.ticker import every
 from talaria_common.wire import encode
 from talaria_router.messages import Gained, Lost
@@ -77,9 +78,7 @@ class Claims:
 
     async def stop(self) -> None:
         """Change nothing any more; what is ours stays ours until `leave`, or until we are missed."""
-        for task in [*self._tasks, *self._writing]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self._writing, return_exceptions=True)
+        await end([*self._tasks, *self._writing])
         self._tasks = []
 
     async def leave(self) -> None:

@@ -16,6 +16,7 @@ from talaria_common.clock import Clock, to_ms
 from talaria_common.errors import BusError
 from talaria_common.ids import PARTITIONS
 from talaria_common.settings import Settings
+from talaria_common.tasks import end
 from talaria_common.ticker import every
 from talaria_common.wire import (
     ClusterView,
@@ -129,10 +130,7 @@ class RouterShell:
         await self.claims.leave()
         subs = [*self._subs, *self._routes.values()]
         await asyncio.gather(*(sub.drain() for sub in subs), return_exceptions=True)
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(list(self._tasks))
         await self._send_all()
 
     # --- from the bus into the core

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Coroutine
 from typing import Any
@@ -16,6 +15,7 @@ from talaria_common.bus import Bus, Message, Subscription
 from talaria_common.clock import Clock
 from talaria_common.errors import BusError
 from talaria_common.settings import Settings
+from talaria_common.tasks import end
 from talaria_common.ticker import every
 from talaria_common.wire import Completion, Presence, Snapshot, WireError, decode, encode
 from talaria_telemetry.core import TelemetryCore
@@ -82,13 +82,8 @@ class TelemetryShell:
 
     async def close(self) -> None:
         """Stop."""
-        for sub in self._subs:
-            with contextlib.suppress(BusError):
-                await sub.drain()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(sub.drain() for sub in self._subs), return_exceptions=True)
+        await end(list(self._tasks))
         await self._send_all()
 
     def _on_snapshot(self, message: Message) -> None:
