@@ -30,7 +30,8 @@ class Call:
         if end <= start and reason is None:
             return None
         self._told = end
-        chosen, best = [], []
+        chosen: list[float] = []
+        best: list[list[tuple[int, float]]] = []
         if self.call.sampling.logprobs is not None:
             chosen, best = reported_logprobs(self.request, start, end - start)
         if reason is None:

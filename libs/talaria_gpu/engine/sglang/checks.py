@@ -1,4 +1,4 @@
-"""What this adapter assumes of SGLang, checked one by one, so that an upgrade fails with a name; and the leak checks."""
+"""What this adapter assumes of SGLang, one by one, so that an upgrade fails with a name; and the leak checks."""
 
 from __future__ import annotations
 

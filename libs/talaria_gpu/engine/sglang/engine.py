@@ -90,7 +90,7 @@ class SglangEngine:
     @property
     def buffer_bytes(self) -> int:
         """Size of the device buffer."""
-        return self._buffer.numel()
+        return int(self._buffer.numel())
 
     @property
     def active(self) -> str | None:

@@ -106,14 +106,14 @@ def _estimate(spec: ModelSpec, rows: int) -> int:
     wanted = stored if spec.dtype == "auto" else spec.dtype
     width = _width(wanted)
     weights = sum(file.stat().st_size for file in spec.path.glob("*.safetensors")) * width // _width(stored)
-    layers = config["num_hidden_layers"]
+    layers = int(config["num_hidden_layers"])
     if config.get("kv_lora_rank"):
         per_layer = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     else:
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         per_layer = 2 * config.get("num_key_value_heads", heads) * head_dim
-    return int(weights * 1.05) + rows * layers * per_layer * width + _SLACK
+    return int(weights * 1.05 + rows * layers * per_layer * width) + _SLACK
 
 
 def _context_length(spec: ModelSpec) -> int | None:

@@ -36,7 +36,7 @@ def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
     return params
 
 
-class SeededSampler(Sampler):
+class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped here
     """SGLang's sampler with its draw from probabilities replaced. Greedy batches never get here."""
 
     def _sample_from_probs(
@@ -100,12 +100,14 @@ def restore_penalties(batch: Any) -> None:
 
 def reported_logprobs(request: Any, start: int, count: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
     """Log probabilities of output tokens [start, start + count): the chosen, and the best with their ids."""
-    kept = request.logprob
-    chosen = [float(value) for value in kept.output_token_logprobs_val[start : start + count]]
-    values: Sequence[Any] = kept.output_top_logprobs_val[start : start + count]
-    ids: Sequence[Any] = kept.output_top_logprobs_idx[start : start + count]
+    kept, end = request.logprob, start + count
+    chosen = [float(value) for value in kept.output_token_logprobs_val[start:end]]
+    if not kept.top_logprobs_num:
+        return chosen, [[] for _ in chosen]
+    values: Sequence[Any] = kept.output_top_logprobs_val[start:end]
+    ids: Sequence[Any] = kept.output_top_logprobs_idx[start:end]
     best = [
-        [(int(i), float(v)) for i, v in zip(row_ids or (), row or (), strict=True)]
+        [(int(i), float(v)) for i, v in zip(row_ids, row, strict=True)]
         for row_ids, row in zip(ids, values, strict=True)
     ]
     return chosen, best

@@ -47,6 +47,10 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
         on_memory: called with the scheduler once weights and KV pools exist and before anything captures an address.
     """
 
+    running_batch: Any
+    last_batch: Any
+    waiting_queue: list[Req]
+
     def __init__(
         self, server_args: ServerArgs, port_args: PortArgs, *, on_memory: Callable[[SlotScheduler], None]
     ) -> None:
@@ -92,7 +96,7 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
 
     @property
     def context_tokens(self) -> int:
-        """Longest prompt + completion that SGLang serves in full: it clips silently beyond (init_req_max_new_tokens)."""
+        """Longest prompt + completion that SGLang serves in full; beyond, it clips (`init_req_max_new_tokens`)."""
         return int(self.max_req_len) - 1
 
     def queued(self) -> list[Req]:
@@ -218,7 +222,7 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
         return plan
 
     def settle(self) -> None:
-        """With nothing to run: let batches drop their finished requests, so that the scheduler is idle in its own eyes."""
+        """With nothing to run: let batches drop their finished requests, so that SGLang sees itself idle."""
         if self.step(frozenset()).kind != "idle":
             raise EngineError("asked to settle with requests still running")
 
@@ -226,7 +230,7 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
 
     def retract_all(self) -> int:
         """SGLang's own retract: what holds KV waits again, its tokens kept. How many did."""
-        holding = sum(r.kv.holds_kv for r in self.inflight())
+        holding = sum(bool(r.kv.holds_kv) for r in self.inflight())
         self.pause_generation(PauseGenerationReqInput(mode="retract"))
         try:
             self._retracted_first()

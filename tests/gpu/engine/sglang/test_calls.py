@@ -60,8 +60,10 @@ def test_more_calls_than_slots_wait_their_turn(engine, driver, model, references
         assert_greedy(references[model], driver.outputs[rid].prompt, driver.outputs[rid].ids)
 
 
-def test_kv_pressure_retracts_and_tokens_stay_exact(engine, driver, model, references, new_prompt):
+def test_kv_pressure_retracts_and_tokens_stay_exact(engine, driver, references, new_prompt):
     """Four calls that together outgrow 1024 KV rows: SGLang retracts some, they wait first in line, none differs."""
+    model = QWEN3
+    engine.switch(model)
     rids = [driver.submit(model, new_prompt(180), 90) for _ in range(4)]
     driver.drain(model)
     outputs = [driver.outputs[rid] for rid in rids]
@@ -321,8 +323,8 @@ def test_the_idle_check_finds_a_leak(engine, driver, model):
         engine.check_idle()
     rows.free_slots.append(slot)
     engine.check_idle()
+    rid = driver.submit(model, [1, 2, 3], 1)
     with pytest.raises(EngineError, match="unfinished"):
-        rid = driver.submit(model, [1, 2, 3], 1)
         engine.check_idle()
     engine.abort(rid)
 

@@ -6,7 +6,6 @@ import pytest
 
 from talaria_gpu.models.reference import assert_greedy
 
-
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 SMOLLM2, QWEN3, MLA = "smollm2-135m-instruct", "tiny-qwen3-random", "tiny-mla-random"
 MODELS = (SMOLLM2, QWEN3, MLA)

@@ -27,7 +27,8 @@ def assign_req_to_token_pool_cpu(
     Args:
         req_pool_indices: [batch], a request's row in `req_to_token`.
         req_to_token: [requests, context], cache row of each token.
-        start_offset, end_offset: [batch], the tokens whose rows are new.
+        start_offset: [batch], the first token whose row is new.
+        end_offset: [batch], one past the last.
         out_cache_loc: [sum of lengths], the new rows, request after request.
     """
     taken = 0

@@ -1,0 +1,137 @@
+"""Start-up: sizes that do not fit, what a process needs, what is imported when, and stand-ins that stand back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from talaria_common.errors import EngineError
+from talaria_common.settings import parse
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+QWEN3, MLA = "tiny-qwen3-random", "tiny-mla-random"
+MIB = 1 << 20
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_buffer_too_small_is_refused_with_the_arithmetic(make_engine):
+    with pytest.raises(EngineError) as caught:
+        make_engine(QWEN3, buffer_bytes=224 * MIB)
+    message = str(caught.value)
+    weights, rows, row_bytes = 231751168, 1024 + 16, 3 * 2 * 4 * 64 * 4
+    for part in (QWEN3, str(weights), str(rows), str(row_bytes), f"{224 * MIB} B", "buffer_mib"):
+        assert part in message
+    needed = int(message.split("at least ")[1].split(",", maxsplit=1)[0])
+    assert (needed - 1) * MIB < weights + rows * row_bytes <= needed * MIB
+
+
+def test_the_suggested_size_is_enough(make_engine):
+    with pytest.raises(EngineError) as caught:
+        make_engine(MLA, buffer_bytes=100 * MIB)
+    needed = int(str(caught.value).split("at least ")[1].split(",")[0])
+    engine = make_engine(MLA, buffer_bytes=needed * MIB)
+    assert engine.buffer_bytes == needed * MIB
+    engine.switch(MLA)
+    engine.check_idle()
+
+
+def test_build_makes_an_engine_from_settings(paths):
+    import warnings
+
+    from talaria_gpu.engine.sglang import build
+
+    settings = parse(
+        {
+            "models": {MLA: {"source": "tiny-mla", "dtype": "float32", "context_tokens": 256}},
+            "instances": [{"id": "cold-0", "models": [MLA], "kv_tokens": 640, "page_size": 1, "threads": 1}],
+        }
+    )
+    said: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = build(settings.instances[0], paths, settings, progress=said.append)
+    info = engine.models()[MLA]
+    assert (info.context_tokens, info.kv_capacity_tokens, info.max_running) == (256, 640, 8)
+    assert info.eos_token_ids == (2,)
+    assert said[0] == "importing SGLang"
+    assert MLA in said[-1]
+    engine.close()
+
+
+def test_an_estimated_buffer_is_close_to_what_is_needed(make_engine):
+    engine = make_engine(QWEN3, MLA)
+    needed = max(m.region.end for m in engine._models.values())
+    assert needed <= engine.buffer_bytes <= needed * 1.5
+
+
+def test_a_pool_that_comes_out_smaller_is_noticed(make_engine):
+    from talaria_gpu.engine.sglang import checks
+
+    engine = make_engine(MLA)
+    with pytest.raises(EngineError, match="KV tokens 1024, expected 2048"):
+        checks.check_built(MLA, engine._models[MLA].scheduler, 2048, 16)
+
+
+def test_a_moved_address_is_noticed_and_the_engine_stops(make_engine):
+    engine = make_engine(QWEN3, MLA)
+    engine.switch(MLA)
+    norm = engine._models[QWEN3].scheduler.model_runner.model.model.norm
+    norm.weight.data = norm.weight.data.clone()
+    with pytest.raises(EngineError, match=r"1 of \d+ device addresses moved"):
+        engine.switch(QWEN3)
+    assert engine.active is None
+    with pytest.raises(EngineError):
+        engine.step(None)
+
+
+def test_nothing_heavy_is_imported_before_build():
+    code = """
+        import sys
+        import talaria_gpu.engine.sglang
+        import talaria_gpu.models
+        print([m for m in ("torch", "sglang", "transformers") if m in sys.modules])
+    """
+    assert run_python(code).stdout.strip() == "[]"
+
+
+def test_stand_ins_are_not_importable_by_name():
+    done = run_python("import talaria_gpu.engine.sglang.standins; import sgl_kernel")
+    assert "No module named 'sgl_kernel'" in done.stderr
+
+
+def test_stand_ins_refuse_to_stand_beside_the_real_kernels(tmp_path):
+    (tmp_path / "sgl_kernel").mkdir()
+    (tmp_path / "sgl_kernel" / "__init__.py").write_text("")
+    code = "from talaria_gpu.engine.sglang import environment; environment.prepare('cpu')"
+    done = run_python(code, PYTHONPATH=str(tmp_path))
+    assert done.returncode != 0
+    assert "the compiled sgl_kernel is installed here" in done.stderr
+
+
+def test_a_missing_kernel_fails_when_called_not_silently(make_engine):
+    import sgl_kernel
+
+    with pytest.raises(RuntimeError, match=r"sgl_kernel\.anything has no CPU stand-in"):
+        sgl_kernel.anything(1)
+
+
+def test_another_sglang_is_refused(monkeypatch):
+    from talaria_gpu.engine.sglang import environment
+
+    monkeypatch.setattr(environment, "SGLANG_VERSION", "0.0.1")
+    with pytest.raises(EngineError, match=r"knows 0\.0\.1 only"):
+        environment.prepare("cpu")
