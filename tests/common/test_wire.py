@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from talaria_common import wire
@@ -69,6 +69,7 @@ def structs(cls: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
 
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda c: c.__name__)
+@settings(max_examples=25)  # times three tests, times every struct
 @given(data=st.data())
 def test_what_is_written_is_read(cls: type[msgspec.Struct], data: st.DataObject):
     message = data.draw(structs(cls))
@@ -76,6 +77,7 @@ def test_what_is_written_is_read(cls: type[msgspec.Struct], data: st.DataObject)
 
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda c: c.__name__)
+@settings(max_examples=25)  # times three tests, times every struct
 @given(data=st.data())
 def test_unknown_fields_of_a_newer_part_are_ignored(cls: type[msgspec.Struct], data: st.DataObject):
     message = data.draw(structs(cls))
@@ -84,6 +86,7 @@ def test_unknown_fields_of_a_newer_part_are_ignored(cls: type[msgspec.Struct], d
 
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda c: c.__name__)
+@settings(max_examples=25)  # times three tests, times every struct
 @given(data=st.data())
 def test_what_an_older_part_leaves_out_has_its_default(cls: type[msgspec.Struct], data: st.DataObject):
     required = {f.name for f in msgspec.inspect.type_info(cls).fields if f.required}
