@@ -11,8 +11,8 @@ from talaria_common.settings import Settings
 Role = Literal["nats", "models", "telemetry", "router", "instance", "api"]
 
 STOP_ORDER: tuple[tuple[tuple[Role, ...], float], ...] = (
-    (("api",), 5.0),
-    (("router", "instance", "models"), 5.0),
+    (("api",), 4.0),
+    (("router", "instance", "models"), 6.0),
     (("telemetry",), 2.0),
     (("nats",), 2.0),
 )

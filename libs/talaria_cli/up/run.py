@@ -23,7 +23,7 @@ from talaria_common.bus import Bus
 from talaria_common.settings import DEFAULT_FILE, Settings, SettingsError, load
 
 TICK_S = 0.2
-EXTERNAL_BUS_S = 15.0
+EXTERNAL_BUS_S = 10.0
 """How long a NATS server that is not ours may be away before `up` gives up."""
 
 
