@@ -10,7 +10,8 @@ Rules of this version:
 - A slot ends early when its model has no work and another has. It never ends while no other model has work.
 - A slot owes its first waiting call a token: it does not enter Dfin before, or a prompt whose prefill takes longer than
   a slot would be retracted in each of them and never be answered. Hence, while others wait, a slot lasts for
-  `max(slot_ms, until the first call's first token) + drain_ms` and the step that runs then.
+  `max(slot_ms, until the first call's first token) + drain_ms` and at most the two steps that cross these two ends.
+  `drain_ms` counts from the end of the first: a long prefill is worth some decode before it is thrown away.
 """
 
 from __future__ import annotations

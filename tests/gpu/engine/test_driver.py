@@ -1,0 +1,141 @@
+"""The slot driver: one step or switch a turn, deadlines, measurements, and an engine that fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from talaria_common.clock import ManualClock
+from talaria_common.errors import EngineError
+from talaria_common.settings import InstanceSettings
+from talaria_gpu.engine.contract import StepResult
+from talaria_gpu.engine.driver import SlotDriver
+from talaria_gpu.engine.ipc import SlotEnded, Status, Stepped, Switched
+from talaria_gpu.engine.sim import SimEngine, expected_tokens
+from talaria_gpu.sched.slots import SlotConfig
+from tests.gpu.engine.rig import Rig, make_call
+
+
+def test_a_turn_is_one_step_or_one_switch() -> None:
+    rig = Rig(ttft_ms=0, decode_step_ms=0, switch_ms=0)
+    rig.submit(make_call("a", [1], new=3), make_call("b", [2], "b", new=2))
+    kinds = []
+    while rig.driver.next_wakeup() == 0:
+        before = len(rig.reports)
+        rig.turn()
+        kinds.append([type(r).__name__ for r in rig.reports[before:]])
+    step, switch = ["Stepped"], ["Switched", "Status"]
+    assert kinds == [switch, step, step, step, ["SlotEnded", *switch], step, step]
+
+
+def test_slots_and_switches_are_reported_with_their_times() -> None:
+    rig = Rig(slot_ms=100, drain_ms=30, switch_ms=20)
+    rig.submit(make_call("a", [1, 2], new=100), make_call("b", [1, 2], "b", new=3))
+    rig.rest()
+    first, second = rig.of(SlotEnded)[:2]
+    assert (first.model, first.reason, first.retracted, first.admitted) == ("a", "budget", 1, 1)
+    assert 130 <= first.active_ms <= 130 + 2 * 10
+    assert first.switch_ms == pytest.approx(20)
+    assert first.wall_ms == pytest.approx(first.active_ms + first.switch_ms)
+    assert (second.model, second.reason, second.prefills, second.decodes) == ("b", "idle", 1, 2)
+    status = rig.driver.status()
+    assert status.switches == len(rig.of(Switched)) == 3
+    assert status.switch_ms == {"a": pytest.approx(20), "b": pytest.approx(20)}
+    assert status.decode_step_ms["a"] == pytest.approx(10)
+    assert status.active == "a"
+    assert len(rig.of(Status)) == 3
+
+
+def test_a_deadline_ends_waiting_and_running_calls_while_the_engine_is_busy() -> None:
+    rig = Rig(ttft_ms=1000)
+    start = rig.clock.now()
+    rig.submit(
+        make_call("running", [1], deadline=start + 0.5),
+        make_call("waiting", [1], "b", deadline=start + 0.3),
+        make_call("fine", [2], deadline=start + 60),
+    )
+    rig.rest()
+    assert rig.finished() == {"running": "deadline", "waiting": "deadline", "fine": "length"}
+    ends = {t.rid: at for at, r in zip(rig.at, rig.reports, strict=True) if isinstance(r, Stepped) for t in r.result.tokens if t.finished}  # fmt: skip
+    assert ends["running"] == pytest.approx(500)
+    assert ends["waiting"] == pytest.approx(300)
+    assert rig.tokens("running") == []
+    assert rig.driver.status().idle_checked == 1
+
+
+def test_an_abort_is_confirmed_once_and_silences_the_call() -> None:
+    rig = Rig(models=("a",))
+    rig.submit(make_call("r", [1, 2, 3], new=1000))
+    rig.until(100)
+    rig.abort("r")
+    rig.abort("r")
+    rig.abort("never seen")
+    before = len(rig.reports)
+    rig.rest()
+    assert len(rig.reports) == before
+    assert [s.finished for s in rig.steps("r")].count("abort") == 1
+    assert rig.tokens("r") == expected_tokens([1, 2, 3], len(rig.tokens("r")))
+    assert rig.engine.load("a").running == 0
+
+
+def test_a_rid_in_use_is_refused_and_the_first_call_goes_on() -> None:
+    rig = Rig(models=("a",))
+    rig.submit(make_call("r", [1, 2, 3]), make_call("r", [4]))
+    assert rig.finished() == {"r": "invalid_request"}
+    rig.rest()
+    assert rig.tokens("r") == expected_tokens([1, 2, 3], 4)
+
+
+def test_the_engine_is_checked_once_each_time_it_has_become_idle() -> None:
+    rig = Rig(models=("a",))
+    rig.rest()
+    assert rig.driver.status().idle_checked == 0
+    for n in (1, 2):
+        rig.submit(make_call(f"r{n}", [1, 2, 3]))
+        rig.rest()
+        assert rig.driver.status().idle_checked == n
+        assert rig.driver.next_wakeup() is None
+
+
+def test_a_leak_is_fatal() -> None:
+    rig = Rig(models=("a",))
+    rig.submit(make_call("r", [1, 2, 3]))
+    rig.engine._pools["a"]._own += 1
+    with pytest.raises(EngineError, match="1 rows"):
+        rig.rest()
+
+
+class Stuck(SimEngine):
+    """Runs nothing, whatever waits."""
+
+    def step(self, admit: frozenset[str] | None) -> StepResult:
+        self.asked = getattr(self, "asked", 0) + 1
+        return StepResult(kind="idle")
+
+
+def test_an_engine_that_runs_nothing_is_asked_ever_more_slowly_and_then_given_up() -> None:
+    clock = ManualClock()
+    engine = Stuck(InstanceSettings(id="i-0", engine="sim", models=("a",)), clock)
+    driver = SlotDriver(engine, SlotConfig(100, 10), clock, stuck_s=20)
+    driver.submit(make_call("r", [1]))
+    start = clock.now()
+
+    def drive() -> None:
+        while (wait := driver.next_wakeup()) is not None:
+            clock.advance(wait)
+            driver.turn(clock.now())
+
+    with pytest.raises(EngineError, match="calls wait"):
+        drive()
+    assert 20 < clock.now() - start < 21
+    assert engine.asked < 450
+
+
+def test_none_of_it_imports_torch() -> None:
+    code = (
+        "import sys, talaria_gpu.engine.worker, talaria_gpu.engine.sim, talaria_gpu.sched.slots; "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'sglang', 'transformers', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
