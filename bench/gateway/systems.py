@@ -87,6 +87,10 @@ def talaria_config(nats_url: str, port: int) -> str:
         "[api]",
         'id = "api-0"',
         f"port = {port}",
+        "[router]",
+        # The sim engine's first token takes the same time whatever the prompt's length. Predicted from milliseconds per
+        # token, which is what a router knows, 400 KB after 1 KB would look as if no round could ever hold it.
+        "t_ttft_s = 1e6",
         "[bus]",
         f"url = {json.dumps(nats_url)}",
         "[log]",

@@ -121,17 +121,20 @@ class Pacer:
         self._work.set()
 
     async def run(self) -> None:
-        """Step for ever. A step's end is computed from the last one's end, so that timers do not add up."""
+        """Step for ever. As in the sim engine a decode follows the step before without a gap, even if seen a bit late."""
         now = asyncio.get_running_loop().time
-        at = now()
+        free_at = now()
         while True:
             if not self.waiting and not self.running:
                 self._work.clear()
                 await self._work.wait()
-                at = now()
             batch, self.waiting = self.waiting, []
-            at = max(at, now() - 0.002) + (self.ttft_s if batch else self.step_s)
-            await asyncio.sleep(max(0.0, at - now()))
+            began = now()
+            if batch:
+                free_at = began + self.ttft_s
+            else:
+                free_at = (free_at if began - free_at < self.step_s else began) + self.step_s
+            await asyncio.sleep(max(0.0, free_at - now()))
             live = batch or self.running
             for call in live:
                 if not call.protocol.closed:
