@@ -360,6 +360,21 @@ def test_a_silent_engine_is_killed_but_not_too_early(build, key):
     assert rig.core.engine.restarts == 1
 
 
+def test_a_long_step_is_no_hang_but_a_busy_loop_is_one_at_last(build):
+    def seconds_until_killed(share):
+        rig, cpu_s = build.Rig(engine_hang_s=30), 0.0
+        rig.tell(m.Tick(cpu_s))
+        for n in range(1000):
+            rig.now += 0.5
+            cpu_s += 0.5 * share
+            if any(isinstance(e, m.KillEngine) for e in rig.tell(m.Tick(cpu_s))):
+                return (n + 1) / 2
+        return None
+
+    assert seconds_until_killed(0.0) == 30.5  # stopped or deadlocked
+    assert seconds_until_killed(0.5) == 300.5  # it computes, and yet never comes back
+
+
 def test_an_engine_that_has_not_been_started_is_not_silent(build):
     rig = build.Rig(ready=False)
     assert not any(isinstance(e, m.KillEngine) for e in rig.tell(m.Tick()))

@@ -130,6 +130,17 @@ async def test_the_nats_server_restarts(nats_server, tmp_path):
         assert children(it.pid) == [engine]
 
 
+async def test_it_ends_in_order_without_a_bus(nats_server, tmp_path):
+    async with process(nats_server.url, tmp_path, shutdown_s=0.2) as (api, it):
+        (engine,) = children(it.pid)
+        await api.first_token(await api.call(max_tokens=100_000))
+        nats_server.stop(kill=True)
+        await until(lambda: any("lost the message bus" in line for line in it.output), 20)
+        it.signal(signal.SIGTERM)
+        assert await it.exit() == 0, "".join(it.output[-6:])
+        assert not alive(engine)
+
+
 async def test_it_waits_for_a_bus_that_is_not_there(nats_server, tmp_path):
     url = nats_server.url
     nats_server.stop()

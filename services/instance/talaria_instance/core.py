@@ -229,8 +229,8 @@ class InstanceCore:
 
     # --- time and operators
 
-    def _tick(self, now: float, _message: Tick) -> None:
-        silence = self.engine.silent_for(now, self._heartbeat_s)
+    def _tick(self, now: float, message: Tick) -> None:
+        silence = self.engine.hung_for(now, self._heartbeat_s, message.engine_cpu_s)
         if silence is not None:
             self._engine_given_up(now, f"it was silent for {silence:.1f} s")
         for call in [c for c in self.calls.values() if now > c.deadline]:

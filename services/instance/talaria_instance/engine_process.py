@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from talaria_gpu.engine.ipc import Command, Report, ReportUnpacker, Stop, pack
 
 log = structlog.get_logger(__name__)
 
+_UTIME, _STIME = 11, 12  # in /proc/PID/stat, counted from the state (proc(5))
 GRACE_S = 5.0
 """Between the end of the connection, or `Stop`, and SIGKILL."""
 
@@ -88,6 +91,14 @@ class EngineProcess:
     def pid(self) -> int:
         """Of the process."""
         return self._process.pid
+
+    def cpu_s(self) -> float | None:
+        """CPU time that all its threads have used, seconds; None where there is no /proc."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            return None
+        return (int(fields[_UTIME]) + int(fields[_STIME])) / os.sysconf("SC_CLK_TCK")
 
     def tell(self, command: Command) -> None:
         """Send a command; lost if the process is gone."""

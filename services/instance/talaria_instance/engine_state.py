@@ -11,6 +11,11 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 STABLE_S = 60.0
 """An engine that served this long has earned a fresh back-off."""
+BUSY_SHARE = 0.01
+"""Of one core: an engine that uses more is computing. A deadlocked or stopped one uses none."""
+BUSY_FACTOR = 10
+STALL_HEARTBEATS = 4
+"""Between two looks: longer means that this process itself stood still."""
 
 
 class EngineState:
@@ -35,13 +40,15 @@ class EngineState:
         self._epoch_base = dict.fromkeys(models, 0)
         self._heard: float | None = None  # no engine to hear yet
         self._looked = 0.0
+        self._cpu_s = 0.0
+        self._busy = 0.0  # when it was last seen computing
         self._ready_at = 0.0
         self._failures = 0
 
     def starting(self, now: float) -> None:
         """The process was started."""
         self.phase, self.reason = "starting", "the engine is starting"
-        self._heard = now
+        self._heard, self._cpu_s, self._busy = now, 0.0, now
 
     def heard(self, now: float) -> None:
         """It gave a sign of life."""
@@ -75,14 +82,27 @@ class EngineState:
         load = self.status.loads.get(model) if self.status else None
         return self._epoch_base.get(model, 0) + (load.kv_epoch if load else 0)
 
-    def silent_for(self, now: float, heartbeat_s: float) -> float | None:
-        """Seconds of silence if they mean a hang, else None. To be asked on every heartbeat."""
-        stalled = now - self._looked - 4 * heartbeat_s
-        first, self._looked = not self._looked, now
+    def hung_for(self, now: float, heartbeat_s: float, cpu_s: float | None) -> float | None:
+        """Seconds of silence if they mean a hang, else None. To be asked on every heartbeat.
+
+        An engine that is silent but computes is in a long step or switch, and gets BUSY_FACTOR times as long: a chunk
+        of prefill on a starved machine must not cost every call on it its engine.
+
+        Args:
+            now: seconds.
+            heartbeat_s: how often this is asked.
+            cpu_s: CPU time of the engine process so far; None: not known, so only silence counts.
+        """
+        gap, first, self._looked = now - self._looked, not self._looked, now
         if self._heard is None:
             return None
-        if stalled > 0 and not first:
-            self._heard += stalled  # it was us who stood still (suspended, starved): its reports wait to be read
-        limit = {"ready": self._hang_s, "starting": self._start_s}.get(self.phase)
+        if gap > STALL_HEARTBEATS * heartbeat_s and not first:
+            self._heard += gap  # it was us who stood still (suspended, starved): its reports wait to be read
+        if cpu_s is not None:
+            if cpu_s - self._cpu_s > BUSY_SHARE * gap:
+                self._busy = now
+            self._cpu_s = cpu_s
+        limit = self._start_s if self.phase == "starting" else self._hang_s
         silence = now - self._heard
-        return silence if limit is not None and silence > limit else None
+        works = now - self._busy <= limit and silence <= BUSY_FACTOR * limit
+        return silence if silence > limit and not works else None

@@ -129,7 +129,9 @@ class EngineExited:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A heartbeat."""
+    """A heartbeat. `engine_cpu_s`: CPU time that the engine process has used so far; None where it is not known."""
+
+    engine_cpu_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import structlog
 from talaria_common import subjects, tracing
 from talaria_common.bus import Bus, Message, Subscription
 from talaria_common.clock import Clock, to_ms
-from talaria_common.errors import BadRequestError, BusError
+from talaria_common.errors import BadRequestError, BusError, TalariaError
 from talaria_common.settings import Settings
 from talaria_common.ticker import every
 from talaria_common.wire import (
@@ -113,7 +113,11 @@ class InstanceService:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.supervisor.stop()
             self._preparer.close()
-            await self._bus.close()
+            try:
+                await self._bus.close()
+            except (TalariaError, RuntimeError) as e:
+                # RuntimeError: nats-py writes out its backlog on a transport that uvloop knows to be closed.
+                log.warning("the bus was not closed in order", error=str(e))
 
     @staticmethod
     async def _until(stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
@@ -195,7 +199,7 @@ class InstanceService:
             self._feed(m.Announce())
 
     def _beat(self) -> None:
-        self._feed(m.Tick())
+        self._feed(m.Tick(self.supervisor.cpu_s()))
 
     async def _presence(self) -> None:
         """Keep our entry in the presence bucket; written anew after every reconnect, retried until it stands."""

@@ -47,6 +47,10 @@ class Supervisor:
         """Of the engine process, if one runs."""
         return self._engine.pid if self._engine is not None else None
 
+    def cpu_s(self) -> float | None:
+        """CPU time that the engine process has used; None if there is none, or the system does not say."""
+        return self._engine.cpu_s() if self._engine is not None else None
+
     def start(self, generation: int, delay_s: float) -> None:
         """Start an engine after `delay_s`, and not before the last one is gone (it may hold the device's memory)."""
         self._spawn(self._start(generation, delay_s))
