@@ -121,7 +121,7 @@ class Pacer:
         self._work.set()
 
     async def run(self) -> None:
-        """Step for ever. As in the sim engine a decode follows the step before without a gap, even if seen a bit late."""
+        """Step for ever. As in the sim engine a decode follows the step before without a gap, even if seen late."""
         now = asyncio.get_running_loop().time
         free_at = now()
         while True:
