@@ -337,7 +337,7 @@ async def edge(
     instances = [await FakeInstance(peers, f"i-{n}", b).start() for n, b in enumerate(behaviours)]
     telemetry = await FakeTelemetry(peers).start()
     await peers.flush()
-    api = Api(config or settings())
+    api = Api(config or settings(), SystemClock(), new_epoch())
     own = api_bus or await connect()
 
     async def ready_bus() -> Bus:

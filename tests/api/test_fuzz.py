@@ -51,6 +51,23 @@ def url() -> Iterator[str]:
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
+def likely(body: Any) -> None:
+    """Mend what the document's schema cannot say, or nearly all would be refused for the same few reasons."""
+    if not isinstance(body, dict):
+        return
+    if isinstance(body.get("model"), str):
+        body["model"] = "m"
+    for field in ("max_tokens", "max_completion_tokens"):
+        if isinstance(body.get(field), int) and body[field] > 1:
+            body[field] = min(body[field], 50)
+    for field, needs in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
+        if not body.get(needs) and isinstance(body.get(field), dict | int):
+            del body[field]
+    for message in body["messages"] if isinstance(body.get("messages"), list) else ():
+        if isinstance(message, dict) and "content" in message and message["content"] is None:
+            message["content"] = "x"
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -69,10 +86,12 @@ def test_no_server_error_and_a_true_document(url: str, path: str) -> None:
     statuses = set()
 
     @given(operation.as_strategy() | operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
-    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
     def run(case: Any) -> None:
+        likely(case.body)
         statuses.add(case.call_and_validate(checks=CHECKS).status_code)
 
     run()
-    assert statuses
-    assert all(status < 500 for status in statuses)
+    assert (200 in statuses) or "{" in path
+    if method == "POST":
+        assert 400 in statuses

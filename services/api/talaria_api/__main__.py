@@ -4,43 +4,49 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
+import logging
 import sys
 
 import structlog
-import uvloop
 
-from talaria_api.serve import Api, listen, run, server
-from talaria_common.bus import NatsBus
+from talaria_api.serve import Api, Server, listen, run, server
+from talaria_common.errors import TalariaError
 from talaria_common.ids import check_name
+from talaria_common.service import Process
+from talaria_common.service import run as run_process
 from talaria_common.settings import Settings, SettingsError, load
 
 log = structlog.get_logger(__name__)
 
 
-async def main(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    s = settings.api
-    sock = listen(s.host, s.port)
-    api = Api(settings)
+async def serve(process: Process) -> None:
+    """Serve HTTP until the process is told to stop.
+
+    Raises:
+        TalariaError: the port is taken.
+    """
+    s = process.settings.api
+    try:
+        sock = listen(s.host, s.port)
+    except OSError as e:
+        raise TalariaError(f"cannot listen on {s.host}:{s.port}: {e.strerror or e}") from e
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    api = Api(process.settings, process.clock, process.epoch)
     http = server(api)
-
-    def stop() -> None:
-        log.info("stopping", in_flight=api.link.in_flight)
-        api.readiness.draining = True
-        http.stop()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-
-    async def connect() -> NatsBus:
-        b = settings.bus
-        return await NatsBus.connect(b.url, name=s.id, user=b.user, password=b.password)
-
+    stopping = asyncio.create_task(_stop(process, api, http))
     host, port = sock.getsockname()[:2]
-    log.info("serving", url=f"http://{host}:{port}", api=api.link.api)
-    await run(api, http, sock, connect)
+    log.info("serving", url=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    try:
+        await run(api, http, sock, process.connect_bus)
+    finally:
+        stopping.cancel()
+
+
+async def _stop(process: Process, api: Api, http: Server) -> None:
+    await process.stop.wait()
+    log.info("stopping", in_flight=api.link.in_flight)
+    api.readiness.draining = True
+    http.stop()
 
 
 def with_id(settings: Settings, name: str) -> Settings:
@@ -48,9 +54,9 @@ def with_id(settings: Settings, name: str) -> Settings:
     return settings.model_copy(update={"api": settings.api.model_copy(update={"id": check_name(name, "--id")})})
 
 
-def cli(argv: list[str] | None = None) -> int:
-    """Parse arguments, run, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="talaria_api", description=__doc__)
+def main(argv: list[str] | None = None) -> int:
+    """Parse arguments, run, and return the exit status: 2 for a configuration mistake."""
+    parser = argparse.ArgumentParser(prog="talaria_api", description="The HTTP edge.")
     parser.add_argument("--config", help="talaria.toml; default: $TALARIA_CONFIG, else ./talaria.toml")
     parser.add_argument("--id", help="this api's name; default: api.id of the configuration")
     args = parser.parse_args(argv)
@@ -61,13 +67,8 @@ def cli(argv: list[str] | None = None) -> int:
     except (SettingsError, ValueError) as e:
         sys.stderr.write(f"{e}\n")
         return 2
-    try:
-        uvloop.run(main(settings))
-    except OSError as e:
-        sys.stderr.write(f"cannot listen on {settings.api.host}:{settings.api.port}: {e}\n")
-        return 1
-    return 0
+    return run_process(serve, settings.api.id, settings)
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    sys.exit(main())

@@ -14,12 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from talaria_api import errors, openapi
 from talaria_api.endpoint import CallEndpoint, Parts
 from talaria_api.errors import MethodNotAllowedError, RouteNotFoundError
-from talaria_api.metrics import CONTENT_TYPE
 from talaria_api.readiness import Readiness
 from talaria_api.schemas import ErrorBody, ErrorShape, Live, Model, ModelList, Ready
 from talaria_api.validate import parse_chat, parse_completion
 from talaria_common import __version__
 from talaria_common.errors import ModelNotFoundError, TalariaError
+from talaria_common.metrics import CONTENT_TYPE
 
 log = structlog.get_logger(__name__)
 

@@ -24,12 +24,13 @@ from talaria_api.protocol import ABORT
 from talaria_api.render import KEEP_ALIVE, Answer, StreamWriter, Whole
 from talaria_api.sessions import SessionRef, identify
 from talaria_api.sinks import FrameQueue, Gatherer
-from talaria_api.trace import child
 from talaria_api.validate import Request
+from talaria_common import tracing
 from talaria_common.clock import Clock
 from talaria_common.errors import ContextLengthError, ModelNotFoundError, TalariaError
 from talaria_common.ids import new_rid
 from talaria_common.settings import Settings
+from talaria_common.wire import TRACE_HEADER
 
 log = structlog.get_logger(__name__)
 
@@ -125,7 +126,7 @@ class CallEndpoint:
         it.began = asyncio.get_running_loop().time()
         call = Call(self._facts(it.rid, request, tenant, session, deadline), p.limits, p.peers)
         answer = Answer(it.rid, request, int(time.time()))
-        open_call = partial(self._open, call, body, child(headers.get(b"traceparent")), receive)
+        open_call = partial(self._open, call, body, _trace(headers), receive)
         p.metrics.started(len(body))
         try:
             if request.stream:
@@ -286,6 +287,12 @@ class _Watched:
             if message["type"] == "http.disconnect":
                 self._link.feed(self._live, ClientGone())
                 return
+
+
+def _trace(headers: dict[bytes, bytes]) -> str:
+    """A traceparent for this call: a span of the caller's trace, else the root of a new one."""
+    parent = tracing.parse(headers.get(TRACE_HEADER.encode(), b"").decode("latin-1"))
+    return (tracing.new(sampled=False) if parent is None else parent.child()).header()
 
 
 _OpenCall = Callable[[Sink], _Watched]

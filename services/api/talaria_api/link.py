@@ -107,7 +107,7 @@ class Link:
         self._subs: list[Subscription] = []
         self._calls: dict[str, LiveCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sweeper: asyncio.Task[None] | None = None
+        self._swept_at = clock.now()
 
     # --- life
 
@@ -124,10 +124,6 @@ class Link:
 
     async def close(self) -> None:
         """Stop listening. Calls must have ended."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._sweeper
         for sub in self._subs:
             with contextlib.suppress(BusError):
                 await sub.stop()
@@ -153,8 +149,6 @@ class Link:
 
     def open(self, live: LiveCall) -> None:
         """Start a call. Its sink hears how it ends, whatever happens."""
-        if self._sweeper is None:
-            self._sweeper = asyncio.create_task(self._sweep(), name="api-sweep")
         self._calls[live.call.facts.rid] = live
         self.feed(live, Begin())
 
@@ -199,7 +193,13 @@ class Link:
     async def _drive(self, live: LiveCall, first: Ask | Forward) -> None:
         effect: Ask | Forward | None = first
         while effect is not None:
-            event = await self._perform(live, effect)
+            attempt = live.call.attempt
+            try:
+                event = await (self._ask(live, effect) if isinstance(effect, Ask) else self._forward(live, effect))
+            except Exception as e:
+                log.exception("a request on the bus failed in an unexpected way", rid=live.call.facts.rid)
+                failed = RouteFailed if isinstance(effect, Ask) else ForwardFailed
+                event = failed(attempt, TalariaError(f"an unexpected error happened: {type(e).__name__}"))
             live.next_io, live.in_io = None, True
             try:
                 self.feed(live, event)
@@ -207,11 +207,6 @@ class Link:
                 live.in_io = False
             effect = live.next_io
         live.io = None
-
-    async def _perform(self, live: LiveCall, effect: Ask | Forward) -> Event:
-        if isinstance(effect, Ask):
-            return await self._ask(live, effect)
-        return await self._forward(live, effect)
 
     async def _ask(self, live: LiveCall, effect: Ask) -> Event:
         attempt = effect.request.attempt
@@ -307,16 +302,14 @@ class Link:
             if live.call.iid == event.iid:
                 self.feed(live, event)
 
-    async def _sweep(self) -> None:
-        last = self._clock.now()
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            now = self._clock.now()
-            if now - last > STOOD_STILL_S:
-                self._peers.forgive(now)
-            last = now
-            for live in list(self._calls.values()):
-                self._apply(live, live.call.handle(now, Tick()))
+    def sweep(self) -> None:
+        """Tick every call; called every SWEEP_S. Without it no wait would end, so its death must end the process."""
+        now = self._clock.now()
+        if now - self._swept_at > STOOD_STILL_S:
+            self._peers.forgive(now)
+        self._swept_at = now
+        for live in list(self._calls.values()):
+            self._apply(live, live.call.handle(now, Tick()))
 
     def _spawn(self, coro: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(coro)

@@ -1,44 +1,30 @@
-"""Prometheus metrics of the api, in a registry of its own: `main` composes, nothing is global."""
+"""Prometheus metrics of the api."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_TTFT_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+from talaria_common.metrics import Metrics, render
 
 
 class ApiMetrics:
     """Counters and histograms; every method is cheap enough for the token path."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
-        r = self.registry
-        self._requests = Counter(
-            "talaria_api_requests",
-            "Requests that ended, by endpoint and HTTP status",
-            ["endpoint", "status"],
-            registry=r,
+    def __init__(self) -> None:
+        m = Metrics("api")
+        self.registry = m.registry
+        self._requests = m.counter(
+            "requests", "Requests that ended, by endpoint and HTTP status", ["endpoint", "status"]
         )
-        self._broken = Counter(
-            "talaria_api_broken_streams", "Streams that ended with an error after their headers", ["code"], registry=r
-        )
-        self._replaced = Counter("talaria_api_replacements", "Calls placed again, by reason", ["reason"], registry=r)
-        self._in_flight = Gauge("talaria_api_in_flight", "Calls that have not ended", registry=r)
-        self._ttft = Histogram(
-            "talaria_api_ttft_seconds",
-            "From the end of the body to the first token",
-            ["endpoint"],
-            registry=r,
-            buckets=_TTFT_BUCKETS,
-        )
-        self._bytes_in = Counter("talaria_api_body_bytes", "Bytes of request bodies", registry=r)
-        self._bytes_out = Counter("talaria_api_sent_bytes", "Bytes of answers of calls", registry=r)
-        self._batches = Counter("talaria_api_batches", "Batches of frames that came from instances", registry=r)
-        self._frames = Counter("talaria_api_frames", "Frames that came from instances", registry=r)
-        self._frame_bytes = Counter("talaria_api_frame_bytes", "Bytes of those batches", registry=r)
-        self._unreadable = Counter("talaria_api_unreadable", "Bus messages that did not fit their schema", registry=r)
-        self._bus = Gauge("talaria_api_bus_connected", "1 while the bus can be reached", registry=r)
+        self._broken = m.counter("broken_streams", "Streams that ended with an error after their headers", ["code"])
+        self._replaced = m.counter("replacements", "Calls placed again, by reason", ["reason"])
+        self._in_flight = m.gauge("in_flight", "Calls that have not ended")
+        self._ttft = m.histogram("ttft_seconds", "From the end of the body to the first token", ["endpoint"])
+        self._bytes_in = m.counter("body_bytes", "Bytes of the bodies of calls")
+        self._bytes_out = m.counter("sent_bytes", "Bytes of the answers of calls")
+        self._batches = m.counter("batches", "Batches of frames that came from instances")
+        self._frames = m.counter("frames", "Frames that came from instances")
+        self._frame_bytes = m.counter("frame_bytes", "Bytes of those batches")
+        self._unreadable = m.counter("unreadable", "Bus messages that did not fit their schema")
+        self._bus = m.gauge("bus_connected", "1 while the bus can be reached")
 
     def request(self, endpoint: str, status: int) -> None:
         """A request has ended."""
@@ -82,4 +68,4 @@ class ApiMetrics:
 
     def text(self) -> bytes:
         """The exposition."""
-        return generate_latest(self.registry)
+        return render(self.registry)

@@ -26,6 +26,10 @@ _REFUSALS = {
     "503": "nothing can serve this now (unavailable, bus_unavailable), with the reason",
     "504": "the call's deadline passed (deadline_exceeded)",
 }
+_DESCRIPTION = (
+    "The header X-Talaria-Timeout-S (seconds, more than 0) shortens the call's deadline; past it the answer is 504. "
+    "The session headers of several agents are understood beside those below."
+)
 _HEADERS = {
     "X-Talaria-Request": "id of the call",
     "X-Talaria-Session": "the session that the call was counted to",
@@ -69,9 +73,9 @@ def _document(app: FastAPI, *, keys: bool) -> dict[str, Any]:
 
 def _call(summary: str, body: Any, answer: Any, schema: dict[type[BaseModel], Any]) -> dict[str, Any]:
     error = {"application/json": {"schema": schema[ErrorBody]}}
-    stream = {"text/event-stream": {"schema": {"type": "string", "description": "with stream = true: chunks"}}}
+    stream: dict[str, Any] = {"text/event-stream": {}}
     ok = {
-        "description": "The answer, whole or as server-sent events.",
+        "description": "The answer: whole, or with stream = true as server-sent events of chunks, ended by [DONE].",
         "content": {"application/json": {"schema": answer}} | stream,
         "headers": {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.items()},
     }
@@ -80,12 +84,12 @@ def _call(summary: str, body: Any, answer: Any, schema: dict[type[BaseModel], An
         "post": {
             "summary": summary,
             "tags": ["calls"],
+            "description": _DESCRIPTION,
             "operationId": summary.lower().replace(" ", "_"),
             "parameters": [
                 _header("X-Talaria-Session-ID", "names the session; see also -Parent-Session-ID and -Session-Final"),
                 _header("X-Talaria-Parent-Session-ID", "the session that this one was started from"),
                 _header("X-Talaria-Session-Final", "true: the session's last call"),
-                _header("X-Talaria-Timeout-S", "seconds after which the call is worth nothing any more", number=True),
             ],
             "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
             "responses": {"200": ok} | refusals,
@@ -93,6 +97,5 @@ def _call(summary: str, body: Any, answer: Any, schema: dict[type[BaseModel], An
     }
 
 
-def _header(name: str, text: str, *, number: bool = False) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0} if number else {"type": "string"}
-    return {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
+def _header(name: str, text: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string"}}

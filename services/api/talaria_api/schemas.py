@@ -102,7 +102,7 @@ class ChatMessage(_Body):
         AfterValidator(_supported_role),
         WithJsonSchema({"type": "string", "enum": ["system", "developer", "user", "assistant"]}),
     ]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart] | None = Field(None, description="null is understood in an assistant's message only")
     name: str | None = None
     tool_calls: _EmptyList = None
     function_call: _Null = None

@@ -17,36 +17,39 @@ from talaria_api.auth import Authenticator
 from talaria_api.call import Limits
 from talaria_api.cluster import Cluster
 from talaria_api.endpoint import Parts
-from talaria_api.link import Link
+from talaria_api.link import SWEEP_S, Link
 from talaria_api.metrics import ApiMetrics
 from talaria_api.peers import Peers
 from talaria_api.protocol import EdgeProtocol
 from talaria_api.readiness import Readiness
 from talaria_common.bus.interface import Bus
-from talaria_common.clock import Clock, SystemClock
+from talaria_common.clock import Clock
 from talaria_common.errors import BusError
-from talaria_common.ids import new_epoch
 from talaria_common.settings import Settings
+from talaria_common.ticker import every
 
 log = structlog.get_logger(__name__)
 
 Connect = Callable[[], Awaitable[Bus]]
 KEEP_ALIVE_S = 75
 """An idle connection is kept for this long: agents come back after their tools have run."""
-RECONNECT_S = 0.5
+ATTACH_AGAIN_S = 0.5
 OUTAGE_FACTOR = 5
 """While our own bus connection is down, an instance's silence is forgiven this many times longer."""
 _EPOCH_LENGTH = 13
 
 
 class Api:
-    """The parts of one api process, composed. `app` may be served by any ASGI server."""
+    """The parts of one api process, composed. `app` may be served by any ASGI server.
 
-    def __init__(self, settings: Settings, *, clock: Clock | None = None) -> None:
+    Args:
+        epoch: this life of the process; part of its name on the bus, so that an earlier life's frames go nowhere.
+    """
+
+    def __init__(self, settings: Settings, clock: Clock, epoch: str) -> None:
         s = settings.api
         self.settings = settings
-        self.clock = clock or SystemClock()
-        epoch = new_epoch()
+        self.clock = clock
         name = f"{s.id[: 64 - _EPOCH_LENGTH].rstrip('-_')}-{epoch}"
         heartbeats_s = settings.mesh.heartbeat_s * settings.mesh.missed
         self.cluster = Cluster(stale_after_s=max(heartbeats_s, 1.0))
@@ -77,8 +80,7 @@ class Server(uvicorn.Server):
         yield
 
     def stop(self) -> None:
-        """Take no new connections, let answers finish; the second time: do not wait for them."""
-        self.force_exit = self.should_exit
+        """Take no new connections, let answers finish within drain_s."""
         self.should_exit = True
 
 
@@ -117,32 +119,46 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def run(api: Api, http: Server, sock: socket.socket, connect: Connect) -> None:
-    """Serve until `http.stop()`; then finish what runs, within drain_s, and leave the bus."""
-    attaching = asyncio.create_task(_attach(api, connect))
+    """Serve until `http.stop()`; then finish what runs, within drain_s, and leave the bus.
+
+    Raises:
+        Exception: what the bus side died of; the HTTP side was stopped.
+    """
+    attaching = asyncio.create_task(_attach(api, connect), name="attach")
+    sweeping = asyncio.create_task(every(SWEEP_S, api.link.sweep, clock=api.clock), name="sweep")
+    died: list[BaseException] = []
+
+    def ended(task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            died.append(error)
+            http.stop()
+
+    for task in (attaching, sweeping):
+        task.add_done_callback(ended)
     try:
         await http.serve(sockets=[sock])
     finally:
         attaching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await attaching
+        sweeping.cancel()
+        await asyncio.gather(attaching, sweeping, return_exceptions=True)
         await api.link.close()
         if api.link.bus is not None:
             await api.link.bus.close()
+    if died:
+        raise died[0]
 
 
 async def _attach(api: Api, connect: Connect) -> None:
     """Connect to the bus, however long that takes; from then on the bus reconnects by itself."""
     while True:
+        bus = await connect()
         try:
-            bus = await connect()
-            try:
-                await api.link.attach(bus)
-            except BaseException:
-                await bus.close()
-                raise
-        except BusError as e:
-            log.warning("the bus cannot be reached yet", error=e.message)
-            await asyncio.sleep(RECONNECT_S)
+            await api.link.attach(bus)
+        except BusError as e:  # lost again at once
+            log.warning("could not subscribe", error=e.message)
+            await bus.close()
+            await asyncio.sleep(ATTACH_AGAIN_S)
         else:
             log.info("attached to the bus", api=api.link.api)
             return
