@@ -299,9 +299,13 @@ class NatsBus:
             errors.append(e)
         finally:
             refused.cancel()
-            if not connecting.done():
+            while not connecting.done():
+                # More than once: before Python 3.12 `wait_for`, inside nats-py, may lose a cancellation to a refused
+                # connection, and the client would go on trying for ever.
                 connecting.cancel()
-                await asyncio.gather(connecting, return_exceptions=True)
+                await asyncio.wait({connecting}, timeout=0.1)
+            if not connecting.cancelled():
+                connecting.exception()
         with contextlib.suppress(nats.errors.Error, OSError):
             await client.close()
         return next((e for e in errors if _refused(e)), errors[-1])
