@@ -138,4 +138,4 @@ class Instance(RuleBasedStateMachine):
 
 def test_promises_hold(build):
     machine = type("Machine", (Instance,), {"build": build})
-    run_state_machine_as_test(machine, settings=settings(max_examples=150, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=80, stateful_step_count=50, deadline=None))
