@@ -5,13 +5,16 @@ Rules of this version:
 - Models take slots in a fixed rotation; one without work is passed over. So a model with work waits for at most one
   slot of each other model.
 - In P, SP and the phases between them every waiting call of the active model may prefill. After `slot_ms`, if another
-  model has work, the slot enters Dfin: it admits nothing and decodes for up to `drain_ms`; what still runs then is
-  retracted by the switch.
+  model has work, the slot enters Dfin: it admits nothing and drains; what still runs at its end is retracted by the
+  switch. Dfin lasts for `drain_ms`, or for as long as the slot has prefilled if that is longer: what a slot prefills is
+  lost with the retraction, so on a slow device shorter slots would do little but prefill the same calls again. (Eq. 4
+  protects decode in the same spirit; budgets for P are not in this version.)
 - A slot ends early when its model has no work and another has. It never ends while no other model has work.
 - A slot owes its first waiting call a token: it does not enter Dfin before, or a prompt whose prefill takes longer than
-  a slot would be retracted in each of them and never be answered. Hence, while others wait, a slot lasts for
-  `max(slot_ms, until the first call's first token) + drain_ms` and at most the two steps that cross these two ends.
-  `drain_ms` counts from the end of the first: a long prefill is worth some decode before it is thrown away.
+  a slot would be retracted in each of them and never be answered.
+
+So, while others wait, a slot lasts for `max(slot_ms, until the first call's first token) + max(drain_ms, time spent in
+prefill)` and at most the two steps that cross these two ends.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from talaria_gpu.engine.contract import StepResult
 from talaria_gpu.sched.messages import (
     AbortCall,
     Arrived,
@@ -67,6 +71,7 @@ class _Slot:
     """The last step found nothing to run."""
     unsettled: bool = False
     """A call was dropped, and the engine may release its KV only in its next step."""
+    prefill_ms: float = 0.0
     prefills: int = 0
     decodes: int = 0
     admitted: int = 0
@@ -76,10 +81,11 @@ class _Slot:
             self.busy_ms += (now - self.busy_since) * 1000
             self.busy_since = None
 
-    def stepped(self, kind: str) -> None:
+    def stepped(self, kind: str, wall_ms: float) -> None:
         """Name the phase by what the step did."""
         if kind == "prefill":
             self.prefills += 1
+            self.prefill_ms += wall_ms
             if self.phase in {Phase.D1, Phase.D}:
                 self.phase = Phase.SP
         elif kind == "decode":
@@ -157,7 +163,7 @@ class SlotScheduler:
             case Tick():
                 return self._expire(now)
             case Stepped(model=model, result=result, waiting=waiting):
-                self._stepped(model, result.kind, waiting)
+                self._stepped(model, result, waiting)
                 for tokens in result.tokens:
                     if self._slot and tokens.rid == self._slot.owed and tokens.token_ids:
                         self._slot.owed = None
@@ -175,7 +181,7 @@ class SlotScheduler:
         queue, slot = self._queues[call.model], self._slot
         if call.model == self._active and slot and not queue:
             if slot.phase is not Phase.DFIN and self._next_other() is None:
-                slot.opened, slot.phase, slot.owed = now, Phase.P, call.rid
+                slot.opened, slot.phase, slot.owed, slot.prefill_ms = now, Phase.P, call.rid, 0.0
             slot.busy_since = now
             slot.stuck = False
         queue.add(call)
@@ -186,17 +192,17 @@ class SlotScheduler:
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (call.deadline, call.rid))
 
-    def _stepped(self, model: str, kind: str, waiting: Sequence[str]) -> None:
+    def _stepped(self, model: str, result: StepResult, waiting: Sequence[str]) -> None:
         queue, slot = self._queues[model], self._slot
         started = 0
         # A decode starts nothing; it changes the queue only when it retracts, and then the number changes.
-        if kind != "decode" or len(waiting) != len(queue.waiting):
+        if result.kind != "decode" or len(waiting) != len(queue.waiting):
             started = queue.sync(waiting)
         if slot is None or model != self._active:
             return
-        slot.stuck, slot.unsettled = kind == "idle", False
+        slot.stuck, slot.unsettled = result.kind == "idle", False
         slot.admitted += started
-        slot.stepped(kind)
+        slot.stepped(result.kind, result.wall_ms)
 
     def _switched(self, now: float, model: str, switch_ms: float) -> None:
         if self._active is not None:
@@ -271,7 +277,7 @@ class SlotScheduler:
             return None
         if not queue.running:
             return "drained"
-        if slot.stuck or (now - slot.drain_from) * 1000 >= self._config.drain_ms:
+        if slot.stuck or (now - slot.drain_from) * 1000 >= max(self._config.drain_ms, slot.prefill_ms):
             return "budget"
         return None
 

@@ -116,6 +116,16 @@ def test_a_long_prompt_is_answered_though_its_prefill_outlasts_every_slot() -> N
     assert toy.done["long"] == "length"
 
 
+def test_a_slow_prefill_earns_as_much_decode_before_it_is_thrown_away() -> None:
+    """Prefills of 500 ms in slots of 100 ms with 10 ms of drain: half of the time is decode, not a fiftieth."""
+    slow = [Job(f"{m}{i}", m, 0, prefill_ms=250, tokens=120) for m in "ab" for i in range(2)]
+    toy = Toy(("a", "b"), SlotConfig(100.0, 10.0), slow)
+    toy.work()
+    for over in toy.overs[:-2]:
+        assert over.decodes * 10 >= 500
+    assert len(toy.switches) <= 6
+
+
 def test_an_arrival_at_an_idle_instance_is_switched_in_at_once() -> None:
     core = scheduler()
     assert core.handle(0.0, Turn()) == []

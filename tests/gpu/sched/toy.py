@@ -48,6 +48,7 @@ class Slot:
     opened: float
     others_since: float | None = None
     longest_step_s: float = 0.0
+    prefill_ms: float = 0.0
     dfin_at: float | None = None
 
 
@@ -177,7 +178,7 @@ class Toy:
         assert over.active_ms <= (self.now - slot.opened) * 1000 + 1e-3
         if not self.chunk_ms:
             lasted = self.now - max(slot.opened, slot.others_since)
-            limit = (self.config.slot_ms + self.config.drain_ms) / 1000 + 2 * slot.longest_step_s
+            limit = (self.config.slot_ms + max(self.config.drain_ms, slot.prefill_ms)) / 1000 + 2 * slot.longest_step_s
             assert lasted <= limit + 1e-6, f"{lasted} s of at most {limit}"
         self.overs.append(over)
 
@@ -226,7 +227,8 @@ class Toy:
         self.now += took / 1000
         assert self.slot
         self.slot.longest_step_s = max(self.slot.longest_step_s, took / 1000)
-        result = StepResult(kind=kind, tokens=tokens)  # type: ignore[arg-type]
+        self.slot.prefill_ms += took if kind == "prefill" else 0
+        result = StepResult(kind=kind, tokens=tokens, wall_ms=took)  # type: ignore[arg-type]
         assert self.core.handle(self.now, Stepped(model, result, list(self.wait[model]))) == []
         for t in tokens:
             if t.finished:
