@@ -87,7 +87,7 @@ class Instance:
         c = Completion(
             iid=self.iid, epoch=self.epoch, rid=p.fence.rid, attempt=p.fence.attempt, router=p.router,
             router_epoch=p.router_epoch, seq=p.seq, partition=p.fence.partition, tenant="t", session=session, model=M,
-            ok=True, prompt_tokens=100, completion_tokens=10, kv_tokens=100, kv_epoch=1, prefix_handle="h",
+            ok=True, prompt_tokens=2000, completion_tokens=10, kv_tokens=2000, kv_epoch=1, prefix_handle="h",
             at_ms=to_ms(self.clock.now()), **more,
         )  # fmt: skip
         await self.bus.publish(subjects.completion(self.iid), encode(c))
@@ -112,7 +112,7 @@ class Api:
 
     def request(self, session: str, **more: Any) -> RouteRequest:
         more = {"rid": new_rid(), "deadline_ms": to_ms(self.clock.now() + 20)} | more
-        return RouteRequest(tenant="t", session=session, model=M, api="api-0", prompt_bytes=400, **more)
+        return RouteRequest(tenant="t", session=session, model=M, api="api-0", prompt_bytes=8000, **more)
 
     async def ask(self, session: str, **more: Any) -> RouteReply:
         """As an api asks: again, until there is an answer that is one."""

@@ -163,6 +163,14 @@ class TestVerdicts:
             (14_000 + 100 + 10 * 128 * 10 * 3 / 8 / 10 - 9000) / 1000, rel=0.2
         )
 
+    def test_a_guess_ranks_but_never_refuses(self, rig: Rig):
+        unmeasured = {"prefill_ms_per_token": 0.0, "decode_step_ms": 0.0}
+        rig = Rig()
+        rig.view(rig.snapshot("a", (model(queued=40, queued_tokens=400_000, **unmeasured),)), full=True)
+        assert rig.placed().iid == "a"
+        rig.view(rig.snapshot("b", (model(**unmeasured),)))
+        assert rig.placed("other").iid == "b"
+
     def test_a_long_prompt_is_served_late_rather_than_never(self, rig: Rig):
         big = (model(context_tokens=100_000, kv_capacity_tokens=100_000),)
         rig.view(rig.snapshot("a", big), rig.snapshot("b", big))

@@ -5,7 +5,7 @@ Reasons, in the order of the checks (docs/events-router.md):
     excluded   failed this call before             stale, gone      by health
     starting, draining, failed                     by the instance's own status
     failed_model   the model failed to load there  context          too long for its KV or context
-    queue      the instance would reject it        round            gamma·T_TTFT would be passed (Eq. 5)
+    queue      the instance would reject it        round            gamma·T_TTFT would be passed (Eq. 5), as measured
     replica    a fresh replica is not worth it (Eq. 2)
 """
 
@@ -43,7 +43,7 @@ def check(call: Call, candidate: Candidate, instance: Instance, model: ModelStat
     # Half of the budget at most is kept for its own prefill: a prompt that is too long for the target even on an idle
     # instance is served late rather than never.
     own = min(candidate.own_ms, config.budget_ms / 2)
-    if candidate.wait_ms > config.budget_ms - own:
+    if candidate.measured and candidate.wait_ms > config.budget_ms - own:
         return "round"
     return ""
 

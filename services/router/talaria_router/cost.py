@@ -51,6 +51,8 @@ class Candidate(NamedTuple):
     """Calls of its model that wait there now."""
     state: str
     context_tokens: int
+    measured: bool
+    """Whether the times come from measurements."""
     rejected: str = ""
     """Why it does not pass admission; "" if it does."""
 
@@ -108,6 +110,7 @@ def evaluate(call: Call, instance: Instance, model: ModelState, overlay: Overlay
         queued=queued,
         state=model.state,
         context_tokens=model.context_tokens,
+        measured=profile.measured,
     )
 
 

@@ -66,6 +66,8 @@ class Profile:
     return_ms: float
     """Prefill of a typical returning call: the admission unit."""
     output_tokens: float
+    measured: bool
+    """Whether prefill and decode were measured by anyone: a guess may rank instances, but never refuse a call."""
 
 
 class Profiles:
@@ -119,6 +121,7 @@ class Profiles:
             restore_ms_per_token=state.restore_ms_per_token or prefill * RESTORE_OVER_PREFILL,
             return_ms=self.unit_ms(state.name),
             output_tokens=model.output.get(OUTPUT_TOKENS),
+            measured=model.prefill.value is not None and model.decode.value is not None,
         )
 
     def unit_ms(self, model: str) -> float:

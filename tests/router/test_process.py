@@ -1,0 +1,158 @@
+"""Router and telemetry as processes on a real server: kill -9, restart, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from talaria_common import subjects
+from talaria_common.bus import NatsBus
+from tests.router.mesh import Api, Instance
+from tests.support.waiting import Inbox, until
+
+TOML = """
+[bus]
+url = "{url}"
+[mesh]
+heartbeat_s = 0.25
+[router]
+tau_s = 30.0
+[models.m]
+source = "smollm2"
+"""
+
+
+class Processes:
+    def __init__(self, directory: Path, url: str) -> None:
+        self.config = directory / "talaria.toml"
+        self.config.write_text(TOML.format(url=url))
+        self.directory = directory
+        self.running: list[asyncio.subprocess.Process] = []
+
+    async def start(self, part: str, name: str) -> asyncio.subprocess.Process:
+        log = (self.directory / f"{name}-{len(self.running)}.log").open("wb")
+        argv = ["-m", f"talaria_{part}", "--config", str(self.config), "--id", name]
+        process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=log, stderr=log)
+        log.close()
+        self.running.append(process)
+        return process
+
+    async def end(self) -> None:
+        for process in self.running:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, nats_url: str) -> AsyncIterator[tuple[Processes, Api, dict[str, Instance]]]:
+    bus = await NatsBus.connect(nats_url)
+    instances = {iid: await Instance(bus, iid).start() for iid in "ab"}
+    beating = asyncio.ensure_future(beat(instances))
+    processes = Processes(tmp_path, nats_url)
+    yield processes, Api(bus), instances
+    beating.cancel()
+    await processes.end()
+    await bus.close()
+
+
+async def beat(instances: dict[str, Instance]) -> None:
+    while True:
+        for instance in instances.values():
+            await instance.speak()
+        await asyncio.sleep(0.1)
+
+
+async def serve(api: Api, instances: dict[str, Instance], session: str) -> Any:
+    """One whole call."""
+    p = await api.place(session)
+    instances[p.iid].take(p)
+    await instances[p.iid].complete(p, session)
+    return p
+
+
+async def test_kill_9_of_the_router_and_of_telemetry(mesh: Any):
+    processes, api, instances = mesh
+    telemetry = await processes.start("telemetry", "telemetry-0")
+    router = await processes.start("router", "router-0")
+    sessions = [f"s{i}" for i in range(20)]
+    home = {s: (await serve(api, instances, s)).iid for s in sessions}
+    again = {s: await serve(api, instances, s) for s in sessions}
+    assert {s: p.iid for s, p in again.items()} == home
+    assert {p.via for p in again.values()} == {"lease"}
+
+    telemetry.kill()
+    await telemetry.wait()
+    for _ in range(3):
+        for s in sessions:
+            assert (await serve(api, instances, s)).iid == home[s], "without telemetry no call is lost"
+        await asyncio.sleep(0.4)
+
+    router.kill()
+    await router.wait()
+    await processes.start("router", "router-0")
+    back = {s: await serve(api, instances, s) for s in sessions}
+    stayed = sum(back[s].iid == home[s] for s in sessions)
+    assert stayed >= 19, "at least 95% return to where their KV is"
+    assert all(back[s].fence.owner_rev > again[s].fence.owner_rev for s in sessions)
+
+
+async def test_two_routers_one_is_killed_under_load(mesh: Any):
+    processes, api, instances = mesh
+    await processes.start("telemetry", "telemetry-0")
+    routers = [await processes.start("router", f"router-{n}") for n in (0, 1)]
+    seen: set[str] = set()
+    stop = asyncio.Event()
+    homes: dict[str, list[str]] = {}
+
+    async def agent(session: str) -> None:
+        while not stop.is_set():
+            p = await serve(api, instances, session)
+            homes.setdefault(session, []).append(p.iid)
+            seen.add(p.router)
+            await asyncio.sleep(0.05)
+
+    agents = [asyncio.ensure_future(agent(f"s{i}")) for i in range(24)]
+    await until(lambda: seen == {"router-0", "router-1"}, 30, "both routers route")
+    await until(lambda: all(len(homes.get(f"s{i}", [])) > 3 for i in range(24)), 30)
+    before = {s: h[-1] for s, h in homes.items()}
+    routers[1].kill()
+    await routers[1].wait()
+    seen.clear()
+    marks = {s: len(h) for s, h in homes.items()}
+    await until(lambda: all(len(h) > marks[s] + 3 for s, h in homes.items()), 30, "every agent goes on")
+    assert "router-0" in seen
+    stop.set()
+    await asyncio.gather(*agents)
+    stayed = sum(homes[s][-1] == before[s] for s in before)
+    assert stayed >= 23
+
+
+async def test_an_orderly_end_exits_0(mesh: Any):
+    processes, api, instances = mesh
+    telemetry = await processes.start("telemetry", "telemetry-0")
+    router = await processes.start("router", "router-0")
+    views = Inbox()
+    await api.bus.subscribe(subjects.CLUSTER, views)
+    await serve(api, instances, "s")
+    await views.wait(1)
+    for process in (router, telemetry):
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 15) == 0
+
+
+@pytest.mark.parametrize("part", ["router", "telemetry"])
+async def test_a_bad_configuration_exits_2_and_names_the_key(part: str, tmp_path: Path):
+    config = tmp_path / "t.toml"
+    config.write_text('[router]\npolicy = "best"\n[telemetry]\nfull_every = 0\n')
+    argv = ["-m", f"talaria_{part}", "--config", str(config)]
+    process = await asyncio.create_subprocess_exec(sys.executable, *argv, stderr=asyncio.subprocess.PIPE)
+    _, err = await process.communicate()
+    assert process.returncode == 2
+    assert b"full_every" in err
