@@ -75,9 +75,12 @@ def test_affinity_outlives_the_lease():
     two(rig)
     rig.turn("x")
     p = rig.turn("y")
+    assert not p.continuation
     rig.later(5)
     rig.view(rig.snapshot("a"), rig.snapshot("b"))
-    assert rig.placed("y").iid == p.iid, "device-resident KV makes the last instance cheapest"
+    q = rig.placed("y")
+    assert q.iid == p.iid, "device-resident KV makes the last instance cheapest"
+    assert (q.via, q.continuation) == ("cost", True)
 
 
 @pytest.mark.parametrize("final", [True, False])

@@ -65,6 +65,8 @@ class Placement(Wire, frozen=True, kw_only=True):
     deadline_ms: int
     wait_ms: int = 0
     """Predicted wait before the first token."""
+    continuation: bool = False
+    """The session's last call on this model ended here, by a lease or by cost: `ForwardHead.is_continuation`."""
 
 
 class Verdict(Wire, frozen=True, kw_only=True):

@@ -233,6 +233,7 @@ def _place(turn: Turn, case: Case, place: _Place) -> Placement:
     accept_by = max(now, min(deadline, now + state.config.accept_s))
     # One heartbeat more: what was taken up at the last moment is in the next snapshot, not yet in this one.
     leave_at = accept_by + state.config.heartbeat_s
+    entry = state.entry(case.key, case.partition)
     in_flight = state.overlay.enter(place.iid, request.model, place.tokens, leave_at)
     fence = Fence(
         partition=case.partition,
@@ -250,6 +251,7 @@ def _place(turn: Turn, case: Case, place: _Place) -> Placement:
         accept_by_ms=to_ms(accept_by),
         deadline_ms=request.deadline_ms,
         wait_ms=round(place.wait_ms),
+        continuation=entry is not None and entry.iid == place.iid,
     )
     forget_at = max(deadline, accept_by) + state.config.skew_s
     state.calls.place(request.rid, Placed(request.attempt, placement, accept_by, forget_at))
