@@ -143,8 +143,9 @@ class TestLearning:
 
     def test_the_admission_unit_is_a_typical_returns_prefill(self):
         rig = rig_with(a=model())
-        rig.turn(prefill_ms=500.0, cached_tokens=0)
         assert rig.state.profiles.unit_ms("m") == 100.0
+        rig.turn(prefill_ms=500.0, cached_tokens=0)
+        assert rig.state.profiles.unit_ms("m") == 500.0, "any call's, while no return was measured"
         rig.turn(prefill_ms=40.0, cached_tokens=90)
         assert rig.state.profiles.unit_ms("m") == 40.0
 

@@ -219,6 +219,25 @@ def test_a_live_lease_charges_one_admission_unit():
     assert terms[p.iid]["req_ms"] - terms[other]["req_ms"] == pytest.approx(300.0)
 
 
+def test_leases_alone_lock_nobody_out():
+    rig = Rig(admission_unit_ms=1000.0)
+    rig.view(rig.snapshot("a"), full=True)
+    for i in range(40):
+        rig.turn(f"s{i}")
+    assert rig.books.live == 40
+    assert rig.placed("new").iid == "a"
+
+
+def test_leases_take_capacity_from_newcomers_up_to_half_of_the_budget():
+    rig = Rig(admission_unit_ms=1000.0)
+    busy = model(queued=1, queued_tokens=5000)
+    rig.view(rig.snapshot("a", (busy,)), full=True)
+    for i in range(4):
+        rig.turn(f"s{i}")
+    assert rig.refused("new").reason == "overloaded"
+    assert rig.placed("s0").via == "lease", "a reserved return is not refused"
+
+
 class TestStale:
     """A stale instance takes no new call; a live lease there only if the instance itself says that it is well."""
 

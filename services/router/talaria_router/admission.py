@@ -40,12 +40,19 @@ def check(call: Call, candidate: Candidate, instance: Instance, model: ModelStat
     limit = instance.snapshot.max_queued
     if limit and candidate.queued >= limit:
         return "queue"
-    # Half of the budget at most is kept for its own prefill: a prompt that is too long for the target even on an idle
-    # instance is served late rather than never.
-    own = min(candidate.own_ms, config.budget_ms / 2)
-    if candidate.measured and candidate.wait_ms > config.budget_ms - own:
-        return "round"
-    return ""
+    return "round" if candidate.measured and excess_ms(candidate, config) > 0 else ""
+
+
+def excess_ms(candidate: Candidate, config: RouterConfig) -> float:
+    """By how much the predicted round would pass the budget (Eq. 5); negative: it fits.
+
+    Half of the budget at most is kept for the call's own prefill: a prompt too long for the target even on an idle
+    instance is served late rather than never. Half at most goes to leases: those who might return must not lock out
+    those who are here.
+    """
+    half = config.budget_ms / 2
+    wait = candidate.wait_ms - max(0.0, candidate.lease_ms - half)
+    return wait + min(candidate.own_ms, half) - config.budget_ms
 
 
 def too_long(call: Call, model: ModelState) -> bool:
@@ -84,9 +91,7 @@ def retry_after_s(refused: Sequence[Candidate], config: RouterConfig, call_ms: f
     `call_ms` is a typical call's time: that long until a full queue has a place.
     """
     waits = [
-        max(0.0, c.wait_ms + min(c.own_ms, config.budget_ms / 2) - config.budget_ms)
-        if c.rejected == "round"
-        else call_ms
+        max(0.0, excess_ms(c, config)) if c.rejected == "round" else call_ms
         for c in refused
         if c.rejected in {"round", "queue"}
     ]

@@ -44,6 +44,8 @@ class Candidate(NamedTuple):
     """Predicted time before its own prefill can start: the round check's figure."""
     own_ms: float
     """Its own prefill and recovery."""
+    lease_ms: float
+    """Part of `wait_ms`: what the live leases of its model charge there."""
     kv: Kv
     calls: int
     """Calls there now, all models: the plain pressure signal."""
@@ -92,7 +94,8 @@ def evaluate(call: Call, instance: Instance, model: ModelState, overlay: Overlay
     act_ms = activation_ms(model, profile)
     calls, queued = system_load(model, charge)
     queue_ms = (model.queued_tokens + charge.tokens) * profile.prefill_ms_per_token
-    queue_ms += (charge.leases + snapshot.deadline_risk) * profile.return_ms
+    lease_ms = charge.leases * profile.return_ms
+    queue_ms += lease_ms + snapshot.deadline_risk * profile.return_ms
     queue_ms += batch_wait_ms(model, calls, profile)
     queue_ms += round_wait_ms(snapshot, model, overlay, profiles)
     peers = min(calls, model.max_running) if model.max_running else calls
@@ -105,6 +108,7 @@ def evaluate(call: Call, instance: Instance, model: ModelState, overlay: Overlay
         total_ms=req_ms + kv_ms + act_ms,
         wait_ms=queue_ms + (profile.switch_ms if model.state == "host" else 0.0),
         own_ms=suffix_ms + kv_ms,
+        lease_ms=lease_ms,
         kv=kv,
         calls=sum(m.queued + m.running for m in snapshot.models) + overlay.calls_on(snapshot.iid),
         queued=queued,

@@ -42,11 +42,12 @@ class Ewma:
 
 
 class _PerModel:
-    __slots__ = ("bytes_per_token", "decode", "opens", "output", "prefill", "returns", "switch")
+    __slots__ = ("bytes_per_token", "decode", "opens", "output", "prefill", "prefills", "returns", "switch")
 
     def __init__(self) -> None:
         self.bytes_per_token = Ewma()
         self.output = Ewma()
+        self.prefills = Ewma()
         self.returns = Ewma()
         self.prefill = Ewma()
         self.decode = Ewma()
@@ -90,8 +91,10 @@ class Profiles:
             per_token = c.prefill_ms / computed
             model.prefill.add(per_token)
             self._prefill.setdefault((c.iid, c.model), Ewma()).add(per_token)
-        if c.prefill_ms > 0 and c.cached_tokens > 0:
-            model.returns.add(c.prefill_ms)
+        if c.prefill_ms > 0:
+            model.prefills.add(c.prefill_ms)
+            if c.cached_tokens > 0:
+                model.returns.add(c.prefill_ms)
 
     def snapshot(self, state: ModelState) -> None:
         """Let what one instance measured stand in for others that have not yet measured the same model."""
@@ -125,8 +128,11 @@ class Profiles:
         )
 
     def unit_ms(self, model: str) -> float:
-        """The admission unit that a live lease charges: configured, or a typical return's prefill."""
-        return self._unit_ms if self._unit_ms is not None else self._model(model).returns.get(RETURN_PREFILL_MS)
+        """The admission unit that a live lease charges: configured, or a typical return's prefill, else any call's."""
+        if self._unit_ms is not None:
+            return self._unit_ms
+        known = self._model(model)
+        return known.returns.get(known.prefills.get(RETURN_PREFILL_MS))
 
     def prompt_tokens(self, model: str, prompt_bytes: int) -> int:
         """Estimated prompt tokens of `prompt_bytes` of text."""
