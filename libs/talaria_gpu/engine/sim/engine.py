@@ -19,6 +19,8 @@ from talaria_gpu.engine.sim.pool import SimCall, SimPool
 from talaria_gpu.engine.sim.tokens import EOS, VOCAB_SIZE
 
 _MIB = 1 << 20
+_CATCH_UP_MS = 100.0
+"""How far a starved process may lag behind the modelled device and still make it up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +210,8 @@ class SimEngine:
             wall_ms = sim.decode_step_ms
             # Decode follows the batch before without a gap, as on a device: a caller that came a little late to fetch
             # that one must not make the stream slower than its pace.
-            late = now - self._free_at
-            start = self._free_at if late * 1000 < wall_ms else now
+            late_ms = (now - self._free_at) * 1000
+            start = self._free_at if late_ms < max(wall_ms, _CATCH_UP_MS) else now
             calls = tuple((call, 0) for call in pool.grow())
             self._flight = _Flight("decode", calls, 0, start + wall_ms / 1000, wall_ms)
         if self._flight is not None:

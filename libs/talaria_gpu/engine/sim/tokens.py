@@ -26,7 +26,8 @@ def pack_ids(input_ids: Sequence[int]) -> bytes:
     Raises:
         OverflowError: an id is negative or above 32 bits.
     """
-    return array("I", input_ids).tobytes()
+    ids = input_ids if isinstance(input_ids, array) and input_ids.typecode == "I" else array("I", input_ids)
+    return ids.tobytes()
 
 
 def seed_of(packed: bytes) -> int:
