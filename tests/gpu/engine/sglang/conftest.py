@@ -90,6 +90,7 @@ class Output:
     """What came out of one call."""
 
     prompt: list[int]
+    model: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list = field(default_factory=list)
@@ -125,7 +126,7 @@ class Driver:
                 session=session,
             )
         )
-        self.outputs[rid] = Output(list(ids))
+        self.outputs[rid] = Output(list(ids), model)
         return rid
 
     def step(self, admit=None):
