@@ -94,6 +94,17 @@ class TestOverlay:
         assert (again.iid, again.seq) != (first.iid, first.seq)
         assert rig.load[0] == 1
 
+    def test_placed_twice_for_one_attempt_it_ends_once(self, rig: Rig):
+        """The first was taken up after all, at the last moment, and every snapshot since was lost."""
+        request = rig.request()
+        first = rig.send(request)
+        rig.later(4)
+        rig.view(rig.snapshot("a"), rig.snapshot("b"))
+        assert isinstance(rig.send(request), Placement)
+        rig.complete(first)
+        assert rig.load[0] == 0
+        assert rig.refused(rid=request.rid).reason == "expired"
+
     def test_a_call_that_ended_is_load_no_more(self, rig: Rig):
         rig.view(rig.snapshot("b", status="draining"))
         rig.view(rig.snapshot("a", (model(max_running=1),), max_queued=1))

@@ -6,7 +6,7 @@ Each `InstanceView` carries a whole snapshot, so what a delta brings is used eve
 When the view falls silent it is telemetry that is late, not the instances: the router then listens to their snapshots
 itself (`follow`), and the silence up to the moment when those can have arrived is not held against anyone. So a dead
 telemetry costs no call, and an instance that dies in the same moment is found out a few heartbeats later (ADR in
-docs/adr/router-follows-snapshots.md).
+docs/adr/0006).
 """
 
 from __future__ import annotations

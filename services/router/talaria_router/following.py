@@ -17,6 +17,9 @@ def completed(turn: Turn, c: Completion) -> None:
     placed = state.calls.get(c.rid)
     if not state.calls.complete(c.rid, c.attempt):
         return
+    if placed is not None:
+        # Not always the one it was placed by: asked again after its deadline, the attempt was placed a second time.
+        state.overlay.leave(placed.placement.iid, placed.placement.seq)
     if c.ok:
         state.profiles.completed(c)
         if placed is not None and placed.placement.via == "lease" and c.cached_tokens == 0:
