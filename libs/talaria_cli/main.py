@@ -120,6 +120,42 @@ def key(tenant: Annotated[str, typer.Argument(metavar="NAME", help="The tenant t
 
 
 @app.command()
+def replay(  # noqa: PLR0917 - typer makes each argument an option
+    trace: Annotated[Path, typer.Argument(help="A trace: docs/traces.md.")],
+    url: Annotated[str, typer.Option("--url", help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+    model_map: Annotated[
+        list[str] | None,
+        typer.Option("--model-map", help="TRACE_MODEL=SERVER_MODEL; '*=M' for all others. Repeatable."),
+    ] = None,
+    scale: Annotated[float, typer.Option("--scale", min=0.0001, help="Factor on all token counts.")] = 1.0,
+    max_calls: Annotated[int | None, typer.Option("--max-calls", min=1, help="Per session.")] = None,
+    sessions: Annotated[int | None, typer.Option("--sessions", min=1, help="The first so many.")] = None,
+    gap_cap: Annotated[float, typer.Option("--gap-cap", min=0.0, help="Longest gap, seconds.")] = 10.0,
+    stagger: Annotated[float, typer.Option("--stagger", min=0.0, help="Seconds between starts of sessions.")] = 0.0,
+    concurrent: Annotated[int | None, typer.Option("--concurrent", min=1, help="Sessions at once.")] = None,
+    warmup: Annotated[int, typer.Option("--warmup", min=2, help="Calls per model before the window.")] = 2,
+    plain: Annotated[bool, typer.Option("--plain", help="No extensions: no session header, no ignore_eos.")] = False,
+    timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="For one call, seconds.")] = 600.0,
+    salt: Annotated[str, typer.Option("--salt", help="Other made texts, so that no earlier run's cache helps.")] = "",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Result file (JSON).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the stopped run in --out.")] = False,
+    key: Annotated[str, typer.Option("--key", envvar="OPENAI_API_KEY", help="API key.", show_envvar=True)] = "",
+    as_json: Json = False,
+) -> None:
+    """Replay a trace's agent sessions, closed-loop, against a live server; prints SCT and TTFT."""
+    from talaria_cli.replay import ReplayOptions, run_replay
+    from talaria_cli.replay import model_map as parse
+    from talaria_replay.live.run import Plan
+
+    try:
+        models = parse(model_map or [])
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from e
+    plan = Plan(url, models, scale, max_calls, sessions, gap_cap, stagger, concurrent, warmup, plain, timeout, salt)
+    raise SystemExit(run_replay(ReplayOptions(trace, plan, out, resume, key, as_json)))
+
+
+@app.command()
 def version() -> None:
     """Versions of Talaria and of what it runs on."""
     from talaria_cli.version import run_version
