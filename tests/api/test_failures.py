@@ -454,6 +454,19 @@ async def test_nats_restart(nats_server: NatsServer) -> None:
         await bus.close()
 
 
+async def test_a_dead_sweep_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = MemoryHub()
+
+    async def connect() -> Bus:
+        return hub.connect()
+
+    with pytest.raises(AttributeError):  # noqa: PT012 - raised when `edge` ends; without the sweep no wait would end: better no api than such a one
+        async with edge(connect, answers) as e:
+            monkeypatch.setattr(e.api.link, "_calls", {"x": None})
+            await until(lambda: e.server.should_exit)
+            monkeypatch.setattr(e.api.link, "_calls", {})
+
+
 async def test_two_apis_of_one_name_do_not_mix(connect: Connect) -> None:
     async with edge(connect, answers) as a, edge(connect, answers) as b:
         # both routers and instances hear both apis here: twice placed, twice forwarded, twice answered

@@ -192,6 +192,19 @@ async def test_the_connection_serves_on_after_a_refusal(served: Edge) -> None:
         assert len(served.server.server_state.connections) <= 2
 
 
+async def test_a_bug_of_ours_is_an_error_like_any_other(served: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    def boom(_: bytes | None) -> str:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(served.api.parts.auth, "tenant", boom)
+    for response in (await served.chat(), await served.http.get("/v1/models")):
+        error = check(response, 500, "internal_error")
+        assert "secret" not in error["message"]
+        assert response.headers["x-should-retry"] == "false"
+    monkeypatch.undo()
+    assert (await served.chat()).status_code == 200
+
+
 def test_error_body() -> None:
     assert error_body(OverloadedError("full")) == (
         b'{"error":{"message":"full","type":"rate_limit_error","param":null,"code":"overloaded"}}'
