@@ -105,6 +105,10 @@ class Call:
         self.protocol.answer(200, answer.encode())
 
 
+CATCH_UP_S = 0.1
+"""As the sim engine: how far a starved process may lag behind the modelled device and still make it up."""
+
+
 class Pacer:
     """One model's step loop."""
 
@@ -133,7 +137,7 @@ class Pacer:
             if batch:
                 free_at = began + self.ttft_s
             else:
-                free_at = (free_at if began - free_at < self.step_s else began) + self.step_s
+                free_at = (free_at if began - free_at < max(self.step_s, CATCH_UP_S) else began) + self.step_s
             await asyncio.sleep(max(0.0, free_at - now()))
             live = batch or self.running
             for call in live:

@@ -24,7 +24,7 @@ def key(build):
 def test_a_call_from_forward_to_completion(rig, build, key):
     assert rig.forward(key.rid, seq=3, is_continuation=True).accepted
     call = rig.engine_calls[key.engine_rid]
-    assert call.input_ids == build.ids("user: hi\nassistant: ")
+    assert list(call.input_ids) == build.ids("user: hi\nassistant: ")
     assert call.sampling.max_new_tokens == 256 - len(call.input_ids)  # the rest of the context
     assert call.sampling.stop_token_ids == (2,)
     assert (call.salt, call.is_continuation) == ("local", True)

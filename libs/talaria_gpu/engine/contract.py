@@ -9,6 +9,7 @@ Two implementations: `engine.sglang` (real SGLang) and `engine.sim` (a device mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -36,7 +37,8 @@ class EngineCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     rid: str
     model: str
-    input_ids: list[int]
+    input_ids: Sequence[int]
+    """A list or an `array`; the engine process gets an array of uint32."""
     sampling: Sampling
     session: str = ""
     """Session key (hashed); "" when unknown."""
@@ -164,7 +166,11 @@ class Engine(Protocol):
         ...
 
     def waiting(self, model: str) -> list[str]:
-        """Rids waiting for prefill, in arrival order; retracted calls stand first."""
+        """Rids whose prefill is not complete, in arrival order; retracted calls stand first.
+
+        A call whose prompt takes several steps stands before them until its last chunk; `step` goes on with it whenever
+        it admits anything, and pauses it with an empty `admit`.
+        """
         ...
 
     def step(self, admit: frozenset[str] | None) -> StepResult:

@@ -9,6 +9,7 @@ worker exits when that end is closed.
 from __future__ import annotations
 
 import struct
+from array import array
 from typing import Any
 
 import msgspec
@@ -28,6 +29,8 @@ class Submit(_Ipc, frozen=True, kw_only=True):
     """Queue a call; a refusal comes back as `Refused`."""
 
     call: EngineCall
+    ids: bytes = b""
+    """The call's `input_ids` as native uint32 on the way: 100,000 integers in a list cost milliseconds to parse."""
 
 
 class Abort(_Ipc, frozen=True, kw_only=True):
@@ -134,10 +137,22 @@ _commands = msgspec.msgpack.Decoder(Command)
 _reports = msgspec.msgpack.Decoder(Report)
 
 
-def pack(message: Command | Report) -> bytes:
+def pack(message: Command | Report) -> bytearray:
     """A framed message."""
-    payload = _encoder.encode(message)
-    return _LENGTH.pack(len(payload)) + payload
+    framed = bytearray(_LENGTH.size)
+    _encoder.encode_into(_packed(message) if isinstance(message, Submit) else message, framed, _LENGTH.size)
+    _LENGTH.pack_into(framed, 0, len(framed) - _LENGTH.size)
+    return framed
+
+
+def _packed(message: Submit) -> Submit:
+    ids = message.call.input_ids
+    packed = ids if isinstance(ids, array) else array("I", ids)
+    return Submit(call=msgspec.structs.replace(message.call, input_ids=[]), ids=packed.tobytes())
+
+
+def _unpacked(message: Submit) -> Submit:
+    return Submit(call=msgspec.structs.replace(message.call, input_ids=array("I", message.ids)))
 
 
 class _Unpacker:
@@ -158,7 +173,8 @@ class _Unpacker:
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            out.append(self._decoder.decode(memoryview(self._buffer)[start + _LENGTH.size : end].tobytes()))
+            with memoryview(self._buffer) as whole, whole[start + _LENGTH.size : end] as payload:
+                out.append(self._decoder.decode(payload))
             start = end
         del self._buffer[:start]
         return out
@@ -168,6 +184,10 @@ class CommandUnpacker(_Unpacker):
     """For the engine process."""
 
     _decoder = _commands
+
+    def feed(self, data: bytes) -> list[Command]:
+        """As above, with the ids of calls as an array."""
+        return [_unpacked(m) if isinstance(m, Submit) else m for m in super().feed(data)]
 
 
 class ReportUnpacker(_Unpacker):

@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
         """The prompt text of a conversation, ready for the assistant's turn. Raises BadRequestError."""
         ...
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> Sequence[int]:
         """Ids of `render_chat`, nothing added. Raises BadRequestError."""
         ...
 

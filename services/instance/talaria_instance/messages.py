@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ class Params:
 class Prompt:
     """A body after tokenising. `text_bytes` is UTF-8 bytes of prompt text."""
 
-    input_ids: list[int]
+    input_ids: Sequence[int]
     params: Params
     text_bytes: int
 

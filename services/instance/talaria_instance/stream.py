@@ -89,7 +89,7 @@ class OutputStream:
             logprobs=fed.logprobs,
             finish_reason=finish,
             usage=usage if kind == "final" else None,
-            prompt_token_ids=self._prompt.input_ids if first and self._prompt.params.return_token_ids else [],
+            prompt_token_ids=list(self._prompt.input_ids) if first and self._prompt.params.return_token_ids else [],
             cache_source=usage.cache_source if first else "none",
         )
 
