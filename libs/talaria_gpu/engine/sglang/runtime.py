@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.distributed import bootstrap
@@ -11,11 +14,13 @@ from sglang.srt.layers.rotary_embedding import factory as rotary_factory
 from sglang.srt.models.deepseek_common import attention_backend_handler as mla
 from sglang.srt.runtime_context import SpawnRanks, create_context, get_parallel
 from sglang.srt.server_args import PortArgs, ServerArgs
-from sglang.srt.utils.network import get_free_port
 
 from talaria_gpu.engine.sglang.spec import ModelSpec
 
 CPU_ATTENTION = "torch_native"
+_RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""Where the ranks of the process groups meet. SGLang's default is a TCP port, chosen a moment before it is bound and
+open on every interface; with one rank, a file in a directory of our own does."""
 _groups: dict[str, Any] = {}
 """The process groups that the first model's start made. They belong to the process, as SGLang's own flag of it does."""
 
@@ -63,7 +68,7 @@ def port_args() -> PortArgs:
         tokenizer_ipc_name="",
         scheduler_input_ipc_name="",
         detokenizer_ipc_name="",
-        nccl_port=get_free_port(),
+        nccl_port=0,  # unused: see `_RENDEZVOUS`
         rpc_ipc_name="",
         metrics_ipc_name="",
         tokenizer_worker_ipc_name=None,
@@ -87,13 +92,20 @@ def building(device: str) -> Iterator[None]:
     if device == "cpu":
         # The default rule picks, for a prefill without a prefix, a form of MLA that this backend cannot run.
         mla.AttentionBackendRegistry.register(CPU_ATTENTION, lambda _attention, _batch: mla.AttnForwardMethod.MLA)
+    if not _groups:
+        with tempfile.TemporaryDirectory(prefix="talaria-ranks-") as directory:
+            os.environ[_RENDEZVOUS] = (Path(directory) / "meet").as_uri()
+            try:
+                yield
+            finally:
+                del os.environ[_RENDEZVOUS]
+                # Also when the model was refused: SGLang's flag that the groups exist is set all the same.
+                _groups.update({k: v for k, v in get_parallel()._stamp.items() if k.endswith("_group")})
+        return
     start = bootstrap.init_parallel_runtime
-    if _groups:
-        bootstrap.init_parallel_runtime = _adopt_groups
+    bootstrap.init_parallel_runtime = _adopt_groups
     try:
         yield
-        if not _groups:
-            _groups.update({k: v for k, v in get_parallel()._stamp.items() if k.endswith("_group")})
     finally:
         bootstrap.init_parallel_runtime = start
 

@@ -17,6 +17,12 @@ QWEN3, MLA = "tiny-qwen3-random", "tiny-mla-random"
 MIB = 1 << 20
 
 
+@pytest.fixture(scope="module")
+def small(make_engine):
+    """One engine for the tests that only look."""
+    return make_engine(QWEN3, MLA)
+
+
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -72,30 +78,16 @@ def test_build_makes_an_engine_from_settings(paths):
     engine.close()
 
 
-def test_an_estimated_buffer_is_close_to_what_is_needed(make_engine):
-    engine = make_engine(QWEN3, MLA)
-    needed = max(m.region.end for m in engine._models.values())
-    assert needed <= engine.buffer_bytes <= needed * 1.5
+def test_an_estimated_buffer_is_close_to_what_is_needed(small):
+    needed = max(m.region.end for m in small._models.values())
+    assert needed <= small.buffer_bytes <= needed * 1.5
 
 
-def test_a_pool_that_comes_out_smaller_is_noticed(make_engine):
+def test_a_pool_that_comes_out_smaller_is_noticed(small):
     from talaria_gpu.engine.sglang import checks
 
-    engine = make_engine(MLA)
     with pytest.raises(EngineError, match="KV tokens 1024, expected 2048"):
-        checks.check_built(MLA, engine._models[MLA].scheduler, 2048, 16)
-
-
-def test_a_moved_address_is_noticed_and_the_engine_stops(make_engine):
-    engine = make_engine(QWEN3, MLA)
-    engine.switch(MLA)
-    norm = engine._models[QWEN3].scheduler.model_runner.model.model.norm
-    norm.weight.data = norm.weight.data.clone()
-    with pytest.raises(EngineError, match=r"1 of \d+ device addresses moved"):
-        engine.switch(QWEN3)
-    assert engine.active is None
-    with pytest.raises(EngineError):
-        engine.step(None)
+        checks.check_built(MLA, small._models[MLA].scheduler, 2048, 16)
 
 
 def test_nothing_heavy_is_imported_before_build():
@@ -122,7 +114,16 @@ def test_stand_ins_refuse_to_stand_beside_the_real_kernels(tmp_path):
     assert "the compiled sgl_kernel is installed here" in done.stderr
 
 
-def test_a_missing_kernel_fails_when_called_not_silently(make_engine):
+@pytest.mark.usefixtures("small")
+def test_no_port_is_open_to_other_machines():
+    import psutil
+
+    listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+    assert set(listening) <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_missing_kernel_fails_when_called_not_silently():
     import sgl_kernel
 
     with pytest.raises(RuntimeError, match=r"sgl_kernel\.anything has no CPU stand-in"):
@@ -135,3 +136,16 @@ def test_another_sglang_is_refused(monkeypatch):
     monkeypatch.setattr(environment, "SGLANG_VERSION", "0.0.1")
     with pytest.raises(EngineError, match=r"knows 0\.0\.1 only"):
         environment.prepare("cpu")
+
+
+def test_a_moved_address_is_noticed_and_the_engine_stops(small):
+    """The last test: it breaks the engine."""
+    engine = small
+    engine.switch(MLA)
+    norm = engine._models[QWEN3].scheduler.model_runner.model.model.norm
+    norm.weight.data = norm.weight.data.clone()
+    with pytest.raises(EngineError, match=r"1 of \d+ device addresses moved"):
+        engine.switch(QWEN3)
+    assert engine.active is None
+    with pytest.raises(EngineError):
+        engine.step(None)
