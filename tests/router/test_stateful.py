@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
@@ -27,7 +29,8 @@ class RouterMachine(RuleBasedStateMachine):
         self.arrived: dict[str, set[int]] = {iid: set() for iid in IIDS}
         self.sessions: dict[str, str] = {}
         self.attempts: dict[str, int] = {}
-        self.consumed: set[tuple[str, float]] = set()
+        self.consumed: set[tuple[str, int]] = set()
+        self.installs: Counter[str] = Counter()
         self.rig.view(full=True)
         self.heartbeat(IIDS, lost=False)
 
@@ -43,8 +46,9 @@ class RouterMachine(RuleBasedStateMachine):
             assert got.iid == live_here
             assert got.iid not in request.exclude
             assert self.rig.state.cluster.health(got.iid, self.rig.now) == "ok"
-            assert (request.session, until) not in self.consumed, "a lease is consumed once"
-            self.consumed.add((request.session, until))
+            lease = (request.session, self.installs[request.session])
+            assert lease not in self.consumed, "a lease is consumed once"
+            self.consumed.add(lease)
         if isinstance(got, Placement):
             assert got.iid not in request.exclude
         return got
@@ -93,6 +97,7 @@ class RouterMachine(RuleBasedStateMachine):
         """Also twice, and for attempts that were superseded."""
         request, placement = call
         self.arrived[placement.iid].add(placement.seq)
+        before = self.rig.books.installed
         self.rig.complete(
             placement,
             request.session,
@@ -101,6 +106,7 @@ class RouterMachine(RuleBasedStateMachine):
             session_final=final,
             kv_epoch=self.kv[placement.iid],
         )
+        self.installs[request.session] += self.rig.books.installed - before
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 0.6, 1.7, 4.0]))
     def time(self, seconds: float):
