@@ -156,6 +156,22 @@ def replay(  # noqa: PLR0917 - typer makes each argument an option
 
 
 @app.command()
+def capture(  # noqa: PLR0917 - typer makes each argument an option
+    file: Annotated[Path, typer.Argument(help="The trace to write; .gz packs it.")],
+    config: Config = None,
+    bus: BusUrl = "",
+    texts: Annotated[bool, typer.Option("--texts", help="Record the prompts as well.")] = False,
+    calls: Annotated[int | None, typer.Option("--calls", min=1, help="Stop after so many.")] = None,
+    seconds: Annotated[float | None, typer.Option("--for", min=0.1, help="Stop after so many seconds.")] = None,
+    state_dir: StateDir = STATE,
+) -> None:
+    """Record a live mesh's agent sessions from the bus into a trace, until Ctrl-C; texts are left out."""
+    from talaria_cli.capture import CaptureOptions, run_capture
+
+    raise SystemExit(run_capture(CaptureOptions(file, config, bus, state_dir, texts, calls, seconds)))
+
+
+@app.command()
 def version() -> None:
     """Versions of Talaria and of what it runs on."""
     from talaria_cli.version import run_version

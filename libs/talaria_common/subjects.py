@@ -16,6 +16,8 @@ CLUSTER = f"{ROOT}.cluster"
 
 ALL_COMPLETIONS = f"{ROOT}.completion.*"
 ALL_SNAPSHOTS = f"{ROOT}.snapshot.*"
+ALL_FORWARDS = f"{ROOT}.rpc.instance.*.forward"
+"""For captures that want bodies; a listener there hides "nobody listens" from callers (NATS trap 1)."""
 ALL_EVENTS = f"{ROOT}.event.>"
 """The only filter of the JetStream stream: it must never overlap an RPC subject (NATS trap 2)."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,10 @@ def trace_of(n: int = 3, depth: int = 4, gap_s: float = 0.01) -> list[Call]:
             )
             context = prompt + 5
     return out
+
+
+def names(folder: Path) -> list[str]:
+    return [p.name for p in folder.iterdir()]
 
 
 async def test_sessions_are_replayed_as_recorded() -> None:
@@ -162,7 +165,7 @@ async def test_a_stopped_run_is_incomplete_and_resumes_by_session(tmp_path: Path
         half = results.read(out)
         assert not half.complete
         assert {r.session for r in half.calls} == {"s0"}
-        assert os.listdir(tmp_path) == [out.name]
+        assert names(tmp_path) == [out.name]
 
         with pytest.raises(results.ResultError, match="another gap_cap_s"):
             Replay(Plan(server.url, gap_cap_s=0.01), calls, out=out, resume=True)

@@ -20,10 +20,14 @@ pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 PACED = {"ttft_ms": 5.0, "decode_step_ms": 2.0, "switch_ms": 10.0}
 
 
-async def talaria(*args: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
+async def start(*args: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "talaria_cli.main", *args, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
+
+
+async def talaria(*args: str) -> tuple[int, str, str]:
+    process = await start(*args)
     out, err = await process.communicate()
     return process.returncode or 0, out.decode(), err.decode()
 
@@ -34,6 +38,10 @@ async def test_a_trace_through_a_mesh(tmp_path: Path) -> None:
     out = tmp_path / "r.json"
     settings = sim(*({"id": f"cold-{n}", "sim": PACED, "slot_ms": 100.0, "drain_ms": 20.0} for n in range(2)))
     async with mesh(tmp_path / "mesh", settings) as it:
+        # warm-up: two calls for each of two models
+        capture = await start("capture", str(tmp_path / "c.jsonl"), "--bus", it.nats_url, "--calls", "24", "--texts")
+        assert capture.stderr is not None
+        assert b"listening" in await capture.stderr.readline()
         code, stdout, stderr = await talaria(
             "replay",
             str(tmp_path / "t.jsonl"),
@@ -47,7 +55,18 @@ async def test_a_trace_through_a_mesh(tmp_path: Path) -> None:
             str(out),
             "--json",
         )
+        _, said = await capture.communicate()
     assert code == 0, stderr
+    assert capture.returncode == 0, said
+    captured = sessions(read(tmp_path / "c.jsonl"))
+    assert sorted(len(c) for c in captured.values()) == [2, 2, 5, 5, 5, 5]
+    replayed = sorted((r.model, r.call, r.prompt_tokens, r.completion_tokens) for r in results.read(out).calls)
+    longest = [c for s in captured.values() if len(s) == 5 for c in s]
+    assert sorted((c.model, c.call, c.prompt_tokens, c.completion_tokens) for c in longest) == replayed
+    for c in longest:
+        assert c.messages
+        assert c.gap_s is None if not c.call else 0.0 < (c.gap_s or 0) < 2.0
+        assert bool(c.reusable_tokens) == bool(c.call)
     summary = json.loads(stdout)["summary"]
     done = results.read(out)
     assert done.complete
@@ -62,7 +81,6 @@ async def test_a_trace_through_a_mesh(tmp_path: Path) -> None:
         assert r.prompt_tokens == pytest.approx(
             r.wanted_prompt_tokens, rel=0.05, abs=100
         )  # each turn adds its frame, however little it says
-    assert len(sessions(read(tmp_path / "t.jsonl"))) == 4
 
 
 async def test_mistakes_are_named_with_file_and_line(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""A live mesh's own traffic as a trace, read off the bus. Pure: the shell in the CLI feeds it.
+
+What the bus tells exactly: session (hashed), model, token counts, and when a call asked and when it ended, by the
+listener's clock (a route event, less the wait that it tells of; a completion); the gap is the time between. A client
+that came back after a refusal counts from its last try. What the bus does not tell is the common prefix of two prompts
+(appendix A): a prompt at least as long as the previous prompt and answer is taken for their continuation; of a shorter
+one (compaction) only what the cache really had counts as reusable. Texts are left out unless forwards are fed as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from talaria_common.wire import Completion, Event, ForwardHead
+from talaria_replay.trace import Call
+
+MAX_OPEN = 100_000
+"""Calls remembered between their asking and their end; the oldest are forgotten (their completion was lost)."""
+
+Key = tuple[str, str, str]
+"""tenant, session, model."""
+
+
+@dataclass(slots=True)
+class _Session:
+    name: str
+    calls: int = 0
+    context: int = 0
+    """Previous prompt and completion, tokens."""
+    ended: float = 0.0
+
+
+@dataclass(slots=True)
+class _Open:
+    asked: float
+    messages: list[dict[str, Any]] | None = None
+
+
+@dataclass(slots=True)
+class Capture:
+    """Turns route events and completions into calls.
+
+    Attributes:
+        failed: completions of calls that failed or were aborted: they are in no trace.
+        unseen: calls whose asking came before the capture began: they have no gap.
+    """
+
+    failed: int = 0
+    unseen: int = 0
+    _open: OrderedDict[str, _Open] = field(default_factory=OrderedDict)
+    _sessions: dict[Key, _Session] = field(default_factory=dict)
+    _names: set[str] = field(default_factory=set)
+
+    def routed(self, now: float, event: Event) -> None:
+        """A route event: the call asked `waited_ms` before it. Later attempts of the same call change nothing."""
+        rid = event.data.get("rid")
+        if isinstance(rid, str) and rid not in self._open:
+            waited_ms = event.data.get("waited_ms", 0.0)
+            self._open[rid] = _Open(now - (waited_ms / 1000 if isinstance(waited_ms, int | float) else 0.0))
+            if len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)
+
+    def forwarded(self, now: float, head: ForwardHead, body: bytes) -> None:
+        """A call's body, for captures with texts. It may come before the call's route event."""
+        if head.endpoint != "chat":
+            return
+        known = self._open.setdefault(head.placement.fence.rid, _Open(now))
+        try:
+            messages = json.loads(body).get("messages")
+        except (ValueError, AttributeError):
+            return
+        if isinstance(messages, list):
+            known.messages = messages
+
+    def completed(self, now: float, done: Completion) -> Call | None:
+        """A call ended; returns it as a line of the trace, None if it failed."""
+        call = self._open.pop(done.rid, None)
+        if not done.ok or done.prompt_tokens < 1:
+            self.failed += 1
+            return None
+        self.unseen += call is None
+        key = (done.tenant, done.session, done.model)
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = _Session(self._name(done))
+        gap = None if call is None or not session.calls else max(0.0, round(call.asked - session.ended, 6))
+        whole = done.prompt_tokens >= session.context
+        reusable = session.context if whole else min(done.cached_tokens, session.context, done.prompt_tokens)
+        made = Call(
+            session=session.name,
+            call=session.calls,
+            model=done.model,
+            prompt_tokens=done.prompt_tokens,
+            completion_tokens=done.completion_tokens,
+            reusable_tokens=reusable,
+            gap_s=gap,
+            gap_source="none" if gap is None else "recorded",
+            messages=call.messages if call else None,
+        )
+        session.calls += 1
+        session.context = done.prompt_tokens + done.completion_tokens
+        session.ended = now
+        return made
+
+    def _name(self, done: Completion) -> str:
+        """Short, and told apart where one session uses several models or two tenants' hashes begin alike."""
+        for name in (
+            done.session[:16],
+            f"{done.session[:16]}@{done.model}",
+            f"{done.session}@{done.model}@{done.tenant}",
+        ):
+            if name not in self._names:
+                self._names.add(name)
+                return name
+        raise AssertionError("a session is named once")

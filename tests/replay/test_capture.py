@@ -1,0 +1,64 @@
+"""Capture as a pure machine: what becomes of events and completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from talaria_common.wire import Completion, Event
+from talaria_replay.capture import MAX_OPEN, Capture
+from talaria_replay.trace import read, write
+
+
+def routed(rid: str, waited_ms: float = 0.0) -> Event:
+    return Event(kind="route", source="router-0", at_ms=0, data={"rid": rid, "waited_ms": waited_ms})
+
+
+def completion(rid: str, **changes: Any) -> Completion:
+    base: dict[str, Any] = {
+        "iid": "i", "epoch": "e", "rid": rid, "attempt": 0, "router": "r", "seq": 1, "partition": 0, "tenant": "t",
+        "session": "0123456789abcdef0123", "model": "m", "ok": True, "prompt_tokens": 100, "completion_tokens": 10, "at_ms": 0,
+    }  # fmt: skip
+    return Completion(**(base | changes))
+
+
+def test_gaps_and_reuse(tmp_path: Path) -> None:
+    it = Capture()
+    calls = []
+    it.routed(10.0, routed("a"))
+    calls.append(it.completed(12.0, completion("a")))
+    it.routed(12.5, routed("b", waited_ms=100.0))
+    it.routed(13.0, routed("b"))  # a second attempt
+    calls.append(it.completed(14.0, completion("b", prompt_tokens=150)))
+    it.routed(15.0, routed("c"))
+    calls.append(it.completed(16.0, completion("c", prompt_tokens=80, cached_tokens=48)))
+    assert [c.call for c in calls if c] == [0, 1, 2]
+    assert [c.gap_s for c in calls if c] == [None, 0.4, 1.0]
+    assert [c.reusable_tokens for c in calls if c] == [0, 110, 48]
+    write(tmp_path / "t.jsonl", [c for c in calls if c])
+    assert read(tmp_path / "t.jsonl") == calls
+
+
+def test_failures_are_left_out_and_counted() -> None:
+    it = Capture()
+    assert it.completed(1.0, completion("a", ok=False)) is None
+    late = it.completed(2.0, completion("b"))
+    assert late is not None
+    assert late.gap_source == "none"
+    assert (it.failed, it.unseen) == (1, 1)
+
+
+def test_one_session_on_two_models_is_two_sessions() -> None:
+    it = Capture()
+    names = {
+        it.completed(1.0, completion(rid, **c)).session
+        for rid, c in (("a", {}), ("b", {"model": "n"}), ("c", {"tenant": "u"}))
+    }  # type: ignore[union-attr]
+    assert len(names) == 3
+
+
+def test_lost_completions_do_not_fill_the_memory() -> None:
+    it = Capture()
+    for n in range(MAX_OPEN + 10):
+        it.routed(0.0, routed(str(n)))
+    assert len(it._open) == MAX_OPEN
