@@ -167,17 +167,21 @@ def collect(
     began = time.monotonic()
     done: list[Run] = []
     failed = 0
+    hopeless: set[tuple[str, str]] = set()
     for number in range(runs):
         one: Run = {}
         for case in cases:
             names = list(systems)
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
+                if (case.name, name) in hopeless:
+                    continue
                 try:
                     result = measure(load, systems[name], case, seconds)
                 except RuntimeError as e:
                     print(f"  {number + 1} {case.name:28} {name:14} {e}", flush=True)
                     failed += name in {DIRECT, TALARIA}
+                    hopeless.add((case.name, name))  # it took the whole time-out, and would again
                     continue
                 print(f"  {number + 1} {case.name:28} {name:14} {describe(result)}", flush=True)
                 failed += result.failed if name in {DIRECT, TALARIA} else 0

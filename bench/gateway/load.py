@@ -40,12 +40,14 @@ class Job(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seconds: float
     """Length of the window; requests that have begun in it are finished and counted."""
     bursts: int = 0
-    """Instead of a closed loop: this often, all clients send at once and all are waited for."""
+    """Instead of a closed loop: this often, all clients send at once and all are waited for; no further one begins after
+    `bursts_s`."""
+    bursts_s: float = 6.0
     warm: int = 4
     """Clients that send one request before the window."""
     sessions: bool = True
     """Name a session per client; without, the gateway has to work it out."""
-    timeout_s: float = 30.0
+    timeout_s: float = 20.0
     cpu: dict[str, list[int]] = {}
     """Processes whose CPU seconds to read, by group."""
 
@@ -247,6 +249,8 @@ async def run(job: Job) -> Result:
             began = time.perf_counter()
             for _ in range(job.bursts):
                 start = time.perf_counter()
+                if bursts and start - began > job.bursts_s:
+                    break
                 window.begin(clients, 0)
                 await window.idle.wait()
                 bursts.append((time.perf_counter() - start) * 1e3)
