@@ -40,7 +40,7 @@ class Job(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seconds: float
     """Length of the window; requests that have begun in it are finished and counted."""
     bursts: int = 0
-    """Instead of a closed loop: this often, all clients send at once and all are waited for; no further one begins after
+    """Instead of a closed loop: this often, all clients send at once and all are waited for; none begins after
     `bursts_s`."""
     bursts_s: float = 6.0
     warm: int = 4
