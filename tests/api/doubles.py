@@ -55,7 +55,7 @@ def settings(**sections: Any) -> Settings:
         "request_timeout_s": 20.0,
         "route_timeout_s": 0.3,
         "accept_timeout_s": 0.3,
-        "silence_s": 0.5,
+        "silence_s": 1.0,
         "drain_s": 3.0,
     }
     raw = {

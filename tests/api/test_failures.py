@@ -427,7 +427,7 @@ async def test_an_outage_of_the_bus_is_survived() -> None:
         hub.disconnect(own)
         response = await e.http.get("/readyz")
         assert response.json()["reasons"] == ["bus: not connected"]
-        await asyncio.sleep(0.7)  # longer than silence_s: nothing can be heard, so it is nobody's silence
+        await asyncio.sleep(1.3)  # longer than silence_s: nothing can be heard, so it is nobody's silence
         hub.reconnect(own)
         release.set()
         assert (await call).json()["choices"][0]["message"]["content"] == "survived"

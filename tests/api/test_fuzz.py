@@ -64,7 +64,7 @@ def likely(body: Any) -> None:
         if not body.get(needs) and isinstance(body.get(field), dict | int):
             del body[field]
     for message in body["messages"] if isinstance(body.get("messages"), list) else ():
-        if isinstance(message, dict) and "content" in message and message["content"] is None:
+        if isinstance(message, dict) and message.get("content") is None:
             message["content"] = "x"
 
 

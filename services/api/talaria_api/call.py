@@ -343,6 +343,7 @@ class Call:
             session=f.session,
             model=f.model,
             session_final=f.session_final,
+            stream=f.stream,
             is_continuation=placement.via == "lease",
         )
         return [Forward(head, min(self.limits.accept_timeout_s, max(0.001, f.deadline - now)))]
