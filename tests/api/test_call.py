@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from talaria_api.call import (
+from talaria_api.call import Call
+from talaria_api.errors import ClientGoneError, SlowClientError
+from talaria_api.messages import (
     Absent,
     Answered,
     Arrived,
     Ask,
     Begin,
-    Call,
     ClientGone,
     Effect,
     Emit,
@@ -32,7 +33,6 @@ from talaria_api.call import (
     SlowClient,
     Tick,
 )
-from talaria_api.errors import ClientGoneError, SlowClientError
 from talaria_api.peers import Peers
 from talaria_common.errors import (
     BusError,

@@ -12,9 +12,33 @@ results back; it ticks every call regularly, so every wait here ends by the call
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from talaria_api.errors import ClientGoneError
+from talaria_api.messages import (
+    Absent,
+    Answered,
+    Arrived,
+    Ask,
+    Begin,
+    CancelReason,
+    ClientGone,
+    Effect,
+    Emit,
+    Event,
+    Facts,
+    Finish,
+    Forward,
+    ForwardFailed,
+    Gone,
+    Limits,
+    Replaced,
+    Routed,
+    RouteFailed,
+    SendCancel,
+    SlowClient,
+    Tick,
+)
 from talaria_api.peers import Peers
 from talaria_common.clock import to_ms
 from talaria_common.errors import (
@@ -32,177 +56,15 @@ from talaria_common.errors import (
     from_info,
 )
 from talaria_common.ids import partition_of
-from talaria_common.wire import Cancel, ForwardHead, ForwardReply, Frame, Placement, RouteReply, RouteRequest, Verdict
-from talaria_common.wire.call import Endpoint
-from talaria_common.wire.route import SessionSource
+from talaria_common.wire import Cancel, ForwardHead, ForwardReply, Placement, RouteReply, RouteRequest, Verdict
 
 Phase = Literal["asking", "pausing", "forwarding", "waiting", "streaming", "ended"]
-CancelReason = Literal["client_gone", "deadline", "superseded", "slow_client"]
 _VERDICTS: dict[str, type[TalariaError]] = {
     "overloaded": OverloadedError,
     "no_instance": UnavailableError,
     "unknown_model": ModelNotFoundError,
     "expired": DeadlineError,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long a call waits for what. Seconds."""
-
-    route_timeout_s: float
-    """For one answer of the router."""
-    route_give_up_s: float
-    """For any answer of any router: then the call fails with 503, deadline or not."""
-    accept_timeout_s: float
-    alive_grace_s: float
-    """After the acceptance, before an `alive` list without the call counts."""
-    max_attempts: int
-    pause_s: float = 0.05
-    """Before asking again when the answer was "not now" (partition moving, nobody listens, bus away); doubles."""
-    max_pause_s: float = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What is fixed for a call. `deadline` in seconds of the clock."""
-
-    rid: str
-    endpoint: Endpoint
-    api: str
-    api_epoch: str
-    tenant: str
-    session: str
-    session_source: SessionSource
-    model: str
-    prompt_bytes: int
-    max_tokens: int | None
-    stream: bool
-    deadline: float
-    parent_session: str | None = None
-    session_final: bool = False
-
-
-# --- events
-
-
-class Begin(NamedTuple):
-    """The first event."""
-
-
-class Routed(NamedTuple):
-    """A router answered."""
-
-    attempt: int
-    reply: RouteReply
-
-
-class RouteFailed(NamedTuple):
-    """No router answered, or the bus refused."""
-
-    attempt: int
-    error: TalariaError
-
-
-class Answered(NamedTuple):
-    """The instance answered the forward."""
-
-    attempt: int
-    reply: ForwardReply
-
-
-class ForwardFailed(NamedTuple):
-    """The instance did not answer the forward, or the bus refused it."""
-
-    attempt: int
-    error: TalariaError
-
-
-class Arrived(NamedTuple):
-    """A frame of this call."""
-
-    iid: str
-    epoch: str
-    frame: Frame
-
-
-class Absent(NamedTuple):
-    """The instance said which calls live there, and this one was not among them."""
-
-    iid: str
-    epoch: str
-
-
-class Gone(NamedTuple):
-    """Telemetry says that the instance is gone."""
-
-    iid: str
-    epoch: str
-
-
-class ClientGone(NamedTuple):
-    """The client closed the connection."""
-
-
-class SlowClient(NamedTuple):
-    """The client's queue overflowed."""
-
-    error: TalariaError
-
-
-class Tick(NamedTuple):
-    """Time has passed."""
-
-
-Event = (
-    Begin | Routed | RouteFailed | Answered | ForwardFailed | Arrived | Absent | Gone | ClientGone | SlowClient | Tick
-)
-
-# --- effects
-
-
-class Ask(NamedTuple):
-    """Ask the router that owns `partition`. Replaces any other request of the call that still waits."""
-
-    partition: int
-    request: RouteRequest
-    timeout_s: float
-
-
-class Forward(NamedTuple):
-    """Hand the body to the instance. Replaces any other request of the call that still waits."""
-
-    head: ForwardHead
-    timeout_s: float
-
-
-class SendCancel(NamedTuple):
-    """Tell the instance to stop."""
-
-    iid: str
-    cancel: Cancel
-
-
-class Emit(NamedTuple):
-    """Pass the frame on to the client."""
-
-    frame: Frame
-
-
-class Replaced(NamedTuple):
-    """The call is being placed again: for counters and logs."""
-
-    iid: str
-    reason: str
-
-
-class Finish(NamedTuple):
-    """The one terminal outcome. `error` None: the final frame was emitted."""
-
-    error: TalariaError | None
-
-
-Effect = Ask | Forward | SendCancel | Emit | Replaced | Finish
 
 
 @dataclass(slots=True)
@@ -344,7 +206,7 @@ class Call:
             model=f.model,
             session_final=f.session_final,
             stream=f.stream,
-            is_continuation=placement.via == "lease",
+            is_continuation=placement.continuation,
         )
         return [Forward(head, min(self.limits.accept_timeout_s, max(0.001, f.deadline - now)))]
 

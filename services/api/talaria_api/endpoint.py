@@ -13,11 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from talaria_api import errors
 from talaria_api.auth import Authenticator
-from talaria_api.call import Call, ClientGone, Facts, Limits
+from talaria_api.call import Call
 from talaria_api.cluster import Cluster
 from talaria_api.errors import ClientGoneError, Header
 from talaria_api.intake import HEADROOM_BYTES, call_timeout_s, check_content_type, read_body
 from talaria_api.link import Link, LiveCall, Sink
+from talaria_api.messages import ClientGone, Facts, Limits
 from talaria_api.metrics import ApiMetrics
 from talaria_api.peers import Peers
 from talaria_api.protocol import ABORT

@@ -14,13 +14,15 @@ from typing import Protocol
 
 import structlog
 
-from talaria_api.call import (
+from talaria_api.call import Call
+from talaria_api.cluster import Cluster
+from talaria_api.errors import SlowClientError
+from talaria_api.messages import (
     Absent,
     Answered,
     Arrived,
     Ask,
     Begin,
-    Call,
     Effect,
     Emit,
     Event,
@@ -35,8 +37,6 @@ from talaria_api.call import (
     SlowClient,
     Tick,
 )
-from talaria_api.cluster import Cluster
-from talaria_api.errors import SlowClientError
 from talaria_api.metrics import ApiMetrics
 from talaria_api.peers import Peers
 from talaria_common import subjects

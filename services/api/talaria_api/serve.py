@@ -14,10 +14,10 @@ from fastapi import FastAPI
 
 from talaria_api.app import build
 from talaria_api.auth import Authenticator
-from talaria_api.call import Limits
 from talaria_api.cluster import Cluster
 from talaria_api.endpoint import Parts
 from talaria_api.link import SWEEP_S, Link
+from talaria_api.messages import Limits
 from talaria_api.metrics import ApiMetrics
 from talaria_api.peers import Peers
 from talaria_api.protocol import EdgeProtocol
