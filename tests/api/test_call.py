@@ -181,9 +181,9 @@ def test_frames_may_overtake_the_acceptance() -> None:
     assert s.ends == [None]
 
 
-def test_lease_makes_a_continuation() -> None:
+def test_placement_says_whether_the_session_continues() -> None:
     s = Story()
-    [forward] = s.tell(Routed(0, place(s.asks[0].request, "i-0", via="lease")))
+    [forward] = s.tell(Routed(0, place(s.asks[0].request, "i-0", continuation=True)))
     assert isinstance(forward, Forward)
     assert forward.head.is_continuation
 

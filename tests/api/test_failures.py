@@ -507,7 +507,7 @@ async def test_many_streams_at_once(connect: Connect) -> None:
 
 async def test_placement_is_on_time(connect: Connect) -> None:
     async with edge(connect, answers) as e:
-        e.router.decide = lambda r: place(r, "i-0", via="lease")
+        e.router.decide = lambda r: place(r, "i-0", via="lease", continuation=True)
         response = await e.chat(stream=True)
         assert response.headers["x-talaria-route"] == "lease"
         assert e.instance.held[0].head.is_continuation
