@@ -53,6 +53,26 @@ def test_a_call_from_forward_to_completion(rig, build, key):
     assert [e["finish"] for e in rig.events("completion")] == ["length"]
 
 
+def test_an_answer_that_nobody_reads_as_it_grows_is_one_frame(rig, build, key):
+    rig.forward(key.rid, stream=False)
+    rig.step(StepTokens(rid=key.engine_rid, token_ids=build.ids("he"), cached_tokens=16, cache_source="device"))
+    rig.give(key, "l")
+    assert rig.frames[key] == []
+    rig.give(key, "lo", finished="length")
+    rig.check_promises()
+    (only,) = rig.frames[key]
+    assert (only.kind, only.seq, only.text, only.token_ids) == ("final", 0, "hello", build.ids("hello"))
+    assert (only.cache_source, only.usage.completion_tokens) == ("device", 5)
+
+
+def test_it_can_still_move_after_tokens_were_made(rig, key):
+    rig.forward(key.rid, stream=False)
+    rig.give(key, "x")
+    rig.give(key, "", finished="error")
+    (only,) = rig.frames[key]
+    assert (only.kind, only.retryable) == ("error", True)
+
+
 def test_the_completion_leaves_before_the_final_frame(rig, key):
     rig.forward(key.rid)
     effects = rig.give(key, "x", finished="stop")

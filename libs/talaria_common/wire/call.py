@@ -25,6 +25,8 @@ class ForwardHead(Wire, frozen=True, kw_only=True):
     model: str
     session_final: bool = False
     priority: int = 0
+    stream: bool = True
+    """False: nobody reads deltas, so the final frame carries everything."""
     is_continuation: bool = False
     """The router has seen this session on this model before."""
 

@@ -64,9 +64,12 @@ class Ledger:
         return call.stream.feed(step)
 
     def send(self, call: Call, fed: Fed) -> None:
-        """A delta."""
+        """A delta; kept for the final frame when nobody reads the answer as it grows."""
         assert call.stream is not None
-        self._out.frame(call.head.api, call.stream.delta(fed, call.usage()))
+        if call.head.stream:
+            self._out.frame(call.head.api, call.stream.delta(fed, call.usage()))
+        else:
+            call.stream.hold(fed)
 
     # --- a call ends: through exactly one of these. `tell`: the engine has it still, and is to drop it.
 

@@ -35,6 +35,7 @@ class OutputStream:
         self._detokenizer = tokenizer.detokenizer()
         self._stop = StopStrings(prompt.params.stop)
         self._seq = 0
+        self._held: list[Fed] = []
         self.completion_tokens = 0
 
     @property
@@ -63,13 +64,29 @@ class OutputStream:
             return released.text, True
         return released.text + self._stop.flush(), False
 
+    def hold(self, fed: Fed) -> None:
+        """Keep a piece for the final frame: nobody reads this answer as it grows."""
+        self._held.append(fed)
+
+    def _held_and(self, fed: Fed) -> Fed:
+        if not self._held:
+            return fed
+        pieces = [*self._held, fed]
+        self._held = []
+        return Fed(
+            "".join(p.text for p in pieces),
+            [i for p in pieces for i in p.token_ids],
+            [lp for p in pieces for lp in p.logprobs],
+            fed.stopped,
+        )
+
     def delta(self, fed: Fed, usage: Usage) -> Frame:
         """A frame with more to come."""
         return self._frame("delta", fed, usage)
 
     def final(self, fed: Fed, finish: FinishReason, usage: Usage) -> Frame:
         """The last frame."""
-        return self._frame("final", fed, usage, finish)
+        return self._frame("final", self._held_and(fed), usage, finish)
 
     def error(self, error: TalariaError, *, retryable: bool) -> Frame:
         """The last frame of a call that failed."""
