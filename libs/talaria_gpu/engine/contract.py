@@ -10,7 +10,7 @@ Two implementations: `engine.sglang` (real SGLang) and `engine.sim` (a device mo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -86,7 +86,21 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens computed in this step that had been computed before their call was retracted."""
     batch: int = 0
     """Calls in the step's batch."""
+    steps: int = 1
+    """Decode iterations that this result stands for (the sim engine in virtual time takes many at once)."""
     wall_ms: float = 0.0
+    restored_tokens: int = 0
+    """Tokens whose KV came back from host for this step's calls."""
+    restore_ms: float = 0.0
+    """What that took of `wall_ms`."""
+
+
+class PrefixState(NamedTuple):
+    """How much of a call's prompt need not be prefilled if it started now, in tokens."""
+
+    device: int = 0
+    host: int = 0
+    """Beyond `device`: restorable from host."""
 
 
 class SwitchTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -171,6 +185,10 @@ class Engine(Protocol):
         A call whose prompt takes several steps stands before them until its last chunk; `step` goes on with it whenever
         it admits anything, and pauses it with an empty `admit`.
         """
+        ...
+
+    def prefix_state(self, rid: str) -> PrefixState:
+        """What a waiting call would find cached; zeros if the call is unknown. Locks and changes nothing."""
         ...
 
     def step(self, admit: frozenset[str] | None) -> StepResult:

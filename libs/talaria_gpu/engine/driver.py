@@ -115,6 +115,11 @@ class SlotDriver:
         self._carry(now, self._scheduler.handle(now, ask.Turn()), reports)
         return reports
 
+    @property
+    def slot_remaining_ms(self) -> float:
+        """See `SlotScheduler.slot_remaining_ms`."""
+        return self._scheduler.slot_remaining_ms(self._clock.now())
+
     def status(self) -> Status:
         """What the heartbeat says."""
         profiles = self._profiles

@@ -33,7 +33,7 @@ class Profiles:
         """Learn from a step."""
         tokens = result.prefilled_tokens + result.recomputed_tokens
         if result.kind == "decode":
-            self._decode.setdefault(model, Ewma()).add(result.wall_ms)
+            self._decode.setdefault(model, Ewma()).add(result.wall_ms / result.steps)
         elif result.kind == "prefill" and tokens:
             wall, count = self._prefill.setdefault(model, (Ewma(), Ewma()))
             wall.add(result.wall_ms)

@@ -81,7 +81,7 @@ class _Slot:
             self.busy_ms += (now - self.busy_since) * 1000
             self.busy_since = None
 
-    def stepped(self, kind: str, wall_ms: float) -> None:
+    def stepped(self, kind: str, wall_ms: float, steps: int) -> None:
         """Name the phase by what the step did."""
         if kind == "prefill":
             self.prefills += 1
@@ -89,7 +89,7 @@ class _Slot:
             if self.phase in {Phase.D1, Phase.D}:
                 self.phase = Phase.SP
         elif kind == "decode":
-            self.decodes += 1
+            self.decodes += steps
             if self.phase is Phase.P:
                 self.phase = Phase.D1
             elif self.phase is Phase.SP:
@@ -202,7 +202,7 @@ class SlotScheduler:
             return
         slot.stuck, slot.unsettled = result.kind == "idle", False
         slot.admitted += started
-        slot.stepped(result.kind, result.wall_ms)
+        slot.stepped(result.kind, result.wall_ms, result.steps)
 
     def _switched(self, now: float, model: str, switch_ms: float) -> None:
         if self._active is not None:

@@ -4,10 +4,15 @@ It never blocks. A step whose batch takes time starts it and answers "idle"; `ne
 the first step from then on returns its result. With all times 0 every step returns at once. What it promises is what a
 real engine promises: exact prefix reuse within (model, salt) since the last switch, KV bounds and retraction; and its
 tokens are a pure function of the prompt (`sim.tokens`).
+
+In virtual time (`macro`) one decode step stands for as many iterations as can pass before anybody has to decide: until
+a call ends, KV runs short, or `horizon`; a call that comes or goes meanwhile ends it at the next iteration. What it
+does is what single iterations would have done (tested), so that a simulation costs by events and not by tokens.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +20,10 @@ from talaria_common.clock import Clock
 from talaria_common.errors import BadRequestError, ContextLengthError, EngineError, ModelNotFoundError
 from talaria_common.settings import InstanceSettings
 from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, StepResult, SwitchTiming
+from talaria_gpu.engine.sim.device import Device, FlatDevice
 from talaria_gpu.engine.sim.pool import SimCall, SimPool
 from talaria_gpu.engine.sim.tokens import EOS, VOCAB_SIZE
 
-_MIB = 1 << 20
 _CATCH_UP_MS = 100.0
 """How far a starved process may lag behind the modelled device and still make it up."""
 
@@ -31,23 +36,34 @@ class _Flight:
     calls: tuple[tuple[SimCall, int], ...]
     """With the tokens that each prefills."""
     recomputed: int
+    start: float
     due: float
     wall_ms: float
+    steps: int = 1
+    """Decode iterations."""
+    context_tokens: int = 0
+    """Of all its calls, at the first iteration."""
 
 
 class SimEngine:
     """`contract.Engine` over a device model."""
 
-    def __init__(self, instance: InstanceSettings, clock: Clock) -> None:
-        """An engine with the models of `instance`, timed by `instance.sim` on `clock`.
+    def __init__(
+        self, instance: InstanceSettings, clock: Clock, device: Device | None = None, *, macro: bool = False
+    ) -> None:
+        """An engine with the models of `instance`, timed by `device` (default: `instance.sim`) on `clock`.
 
-        A single model is in the device buffer from the start; of several, none is.
+        A single model is in the device buffer from the start; of several, none is. `macro`: see the module.
         """
-        self._sim = sim = instance.sim
+        self._device = device or FlatDevice(instance.sim)
         self._clock = clock
-        self._context = min(sim.context_tokens, sim.kv_capacity_tokens)
+        self._macro = macro
+        self.horizon = math.inf
+        """No macro-step goes on beyond this time, seconds, by more than one iteration."""
+        self._specs = {name: self._device.spec(name) for name in instance.models}
         self._pools = {
-            name: SimPool(sim.kv_capacity_tokens, instance.page_size, sim.max_running) for name in instance.models
+            name: SimPool(spec.kv_capacity_tokens, instance.page_size, spec.max_running)
+            for name, spec in self._specs.items()
         }
         self._model_of: dict[str, str] = {}
         self._active = instance.models[0] if len(instance.models) == 1 else None
@@ -59,19 +75,18 @@ class SimEngine:
 
     def models(self) -> dict[str, ModelInfo]:
         """The open models by name."""
-        sim = self._sim
         return {
             name: ModelInfo(
                 name=name,
-                context_tokens=self._context,
-                kv_capacity_tokens=sim.kv_capacity_tokens,
-                weight_bytes=sim.weight_mib * _MIB,
-                kv_bytes_per_token=sim.kv_bytes_per_token,
-                max_running=sim.max_running,
+                context_tokens=spec.context_tokens,
+                kv_capacity_tokens=spec.kv_capacity_tokens,
+                weight_bytes=spec.weight_bytes,
+                kv_bytes_per_token=spec.kv_bytes_per_token,
+                max_running=spec.max_running,
                 eos_token_ids=(EOS,),
                 vocab_size=VOCAB_SIZE,
             )
-            for name in self._pools
+            for name, spec in self._specs.items()
         }
 
     @property
@@ -82,7 +97,7 @@ class SimEngine:
     @property
     def buffer_bytes(self) -> int:
         """What the modelled device buffer would hold: one model's weights and KV."""
-        return self._sim.weight_mib * _MIB + self._sim.kv_capacity_tokens * self._sim.kv_bytes_per_token
+        return max(s.weight_bytes + s.kv_capacity_tokens * s.kv_bytes_per_token for s in self._specs.values())
 
     def waiting(self, model: str) -> list[str]:
         """Rids waiting for prefill, retracted ones first."""
@@ -126,10 +141,11 @@ class SimEngine:
         if call.sampling.max_new_tokens < 1:
             raise BadRequestError("at least one token has to be asked for", param="max_tokens")
         total = len(call.input_ids) + call.sampling.max_new_tokens
-        if total > self._context:
+        context = self._specs[call.model].context_tokens
+        if total > context:
             raise ContextLengthError(
                 f"{len(call.input_ids)} prompt tokens and {call.sampling.max_new_tokens} new ones exceed the context "
-                f"of {self._context} tokens"
+                f"of {context} tokens"
             )
         if call.rid in self._model_of:
             raise BadRequestError(f"call {call.rid} is here already")
@@ -138,11 +154,15 @@ class SimEngine:
         except (OverflowError, TypeError) as e:
             raise BadRequestError(f"token ids: {e}") from e
         self._model_of[call.rid] = call.model
+        self._cut()
 
     def abort(self, rid: str) -> bool:
         """Drop a call; its rows are free at once."""
         model = self._model_of.pop(rid, None)
-        return model is not None and self._pools[model].drop(rid)
+        if model is None:
+            return False
+        self._cut()
+        return self._pools[model].drop(rid)
 
     # --- the device
 
@@ -169,14 +189,15 @@ class SimEngine:
             retracted = self._pools[self._active].deactivate()
         self._flight = None
         self._active = model
-        took = self._sim.switch_ms
+        phases = self._device.switch_ms(source or None, model)
+        took = sum(phases)
         self._free_at = now + took / 1000
-        size = self._sim.weight_mib * _MIB
+        size = self._specs[model].weight_bytes
         return SwitchTiming(
             source=source,
             target=model,
             path="h2d",
-            phases_ms=(0.0, took, 0.0, 0.0, 0.0),
+            phases_ms=phases,
             total_ms=took,
             weight_bytes=size,
             h2d_bytes=size,
@@ -199,23 +220,53 @@ class SimEngine:
         self._model_of.clear()
 
     def _start(self, pool: SimPool, admit: frozenset[str] | None, now: float) -> None:
-        sim = self._sim
-        batch = pool.admit(admit, now) if pool.waiting else []
+        model = self._active or ""
+        batch = pool.admit(admit, now, self._specs[model].prefill_tokens) if pool.waiting else []
         if batch:
-            tokens = sum(todo for _, todo in batch)
-            wall_ms = sim.ttft_ms + sim.prefill_ms_per_ktoken * tokens / 1000
+            wall_ms = self._device.prefill_ms(model, [(call.length - todo, todo) for call, todo in batch])
             recomputed = sum(todo for call, todo in batch if call.recomputed)
-            self._flight = _Flight("prefill", tuple(batch), recomputed, now + wall_ms / 1000, wall_ms)
+            self._flight = _Flight("prefill", tuple(batch), recomputed, now, now + wall_ms / 1000, wall_ms)
         elif pool.running:
-            wall_ms = sim.decode_step_ms
             # Decode follows the batch before without a gap, as on a device: a caller that came a little late to fetch
-            # that one must not make the stream slower than its pace.
-            late_ms = (now - self._free_at) * 1000
-            start = self._free_at if late_ms < max(wall_ms, _CATCH_UP_MS) else now
+            # that one must not make the stream slower than its pace. In virtual time nobody is late.
             calls = tuple((call, 0) for call in pool.grow())
-            self._flight = _Flight("decode", calls, 0, start + wall_ms / 1000, wall_ms)
+            context = sum(call.length for call, _ in calls)
+            late_ms = (now - self._free_at) * 1000
+            step_ms = self._device.decode_ms(model, len(calls), context, 1)
+            start = self._free_at if late_ms < max(step_ms, _CATCH_UP_MS) and not self._macro else now
+            self._flight = self._decode(start, calls, context, self._most_steps(pool) if self._macro else 1)
+            if math.isfinite(self.horizon):
+                self._cut(self.horizon)
         if self._flight is not None:
             self._free_at = self._flight.due
+
+    def _decode(self, start: float, calls: tuple[tuple[SimCall, int], ...], context_tokens: int, steps: int) -> _Flight:
+        wall_ms = self._device.decode_ms(self._active or "", len(calls), context_tokens, steps)
+        return _Flight("decode", calls, 0, start, start + wall_ms / 1000, wall_ms, steps, context_tokens)
+
+    def _most_steps(self, pool: SimPool) -> int:
+        """Iterations until the first call ends or KV runs short (the first one's rows are taken already)."""
+        running = pool.running.values()
+        if any(c.call.sampling.stop_token_ids or c.call.sampling.logprobs is not None for c in running):
+            return 1
+        left = min(c.call.sampling.max_new_tokens - len(c.out) for c in running)
+        return max(1, min(left, 1 + pool.available // len(pool.running)))
+
+    def _cut(self, at: float | None = None) -> None:
+        """End the decode under way at its first iteration that is over at or after `at` (default: now)."""
+        flight = self._flight
+        at = self._clock.now() if at is None else at
+        if flight is None or flight.steps == 1 or flight.due <= at:
+            return
+        low, high = 1, flight.steps
+        while low < high:
+            middle = (low + high) // 2
+            if self._decode(flight.start, flight.calls, flight.context_tokens, middle).due >= at:
+                high = middle
+            else:
+                low = middle + 1
+        self._flight = self._decode(flight.start, flight.calls, flight.context_tokens, low)
+        self._free_at = self._flight.due
 
     def _land(self, flight: _Flight, now: float) -> StepResult:
         pool = self._pools[self._active or ""]
@@ -225,7 +276,9 @@ class SimEngine:
                 continue
             if flight.kind == "prefill":
                 pool.prefilled(call, now)
-            tokens = call.emit()
+            elif flight.steps > 1:
+                pool.extend(call, flight.steps - 1)
+            tokens = call.emit() if flight.steps == 1 else call.emit_many(flight.steps)
             if tokens.finished:
                 pool.finish(call, now)
                 del self._model_of[call.call.rid]
@@ -237,4 +290,5 @@ class SimEngine:
             recomputed_tokens=flight.recomputed,
             batch=len(flight.calls),
             wall_ms=flight.wall_ms,
+            steps=flight.steps,
         )

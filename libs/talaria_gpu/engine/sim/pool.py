@@ -62,6 +62,14 @@ class SimCall:
         logprob, top = logprob_at(self.seed, position, sampling.logprobs)
         return self._tokens([token], finished, [logprob], [top])
 
+    def emit_many(self, count: int) -> StepTokens:
+        """Its next `count` tokens at once; it has no stop token and wants no log probabilities, and needs so many."""
+        position = len(self.out)
+        tokens = [token_at(self.seed, n) for n in range(position, position + count)]
+        self.out.extend(tokens)
+        done = position + count >= self.call.sampling.max_new_tokens
+        return self._tokens(tokens, "length" if done else "")
+
     def _tokens(
         self,
         ids: list[int],
@@ -101,9 +109,20 @@ class SimPool:
         """Rows held by running calls and by cached prefixes."""
         return self._own + self._cache.tokens
 
-    def admit(self, admit: frozenset[str] | None, now: float) -> list[tuple[SimCall, int]]:
-        """Start the waiting calls in `admit` that fit, in order; returns each with the tokens it must prefill."""
+    @property
+    def available(self) -> int:
+        """Rows that are free or could be evicted."""
+        return self._available()
+
+    def admit(
+        self, admit: frozenset[str] | None, now: float, limit_tokens: int | None = None
+    ) -> list[tuple[SimCall, int]]:
+        """Start the waiting calls in `admit` that fit, in order; returns each with the tokens it must prefill.
+
+        The first that fits is started whatever its length; no more once the batch has passed `limit_tokens`.
+        """
         batch: list[tuple[SimCall, int]] = []
+        tokens = 0
         for rid in [r for r in self.waiting if admit is None or r in admit]:
             if len(self.running) >= self._max_running:
                 break
@@ -113,6 +132,10 @@ class SimPool:
             )  # the last token gives the logits
             self._cache.lock(node)
             todo = call.length - cached
+            tokens += todo
+            if batch and limit_tokens is not None and tokens > limit_tokens:
+                self._cache.unlock(node)
+                break
             reserve = min(call.call.sampling.max_new_tokens - len(call.out), DECODE_RESERVE_TOKENS)
             if self.running and todo + reserve > self._available():
                 self._cache.unlock(node)
@@ -147,6 +170,10 @@ class SimPool:
         for call in batch:
             self._take(call, 1)
         return batch
+
+    def extend(self, call: SimCall, rows: int) -> None:
+        """Rows for further tokens of a running call, known to be available."""
+        self._take(call, rows)
 
     def finish(self, call: SimCall, now: float) -> None:
         """A call ended well: its pages stay cached, but for the last token, whose KV was never computed."""
