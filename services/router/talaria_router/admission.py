@@ -12,13 +12,11 @@ Reasons, in the order of the checks (docs/events-router.md):
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from talaria_common.wire import ModelState, Snapshot
-from talaria_router.cluster import Instance
 from talaria_router.config import RouterConfig
-from talaria_router.cost import Call, Candidate
+from talaria_router.cost import Call, Candidate, Place
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 _GIB = float(1 << 30)
@@ -33,12 +31,11 @@ class Demand:
     reserved_returns: int = 0
 
 
-def check(call: Call, candidate: Candidate, instance: Instance, model: ModelState, config: RouterConfig) -> str:
+def check(call: Call, candidate: Candidate, place: Place, config: RouterConfig) -> str:
     """Why `candidate` must not take the call, "" if it may. Health and exclusion were checked before."""
-    if too_long(call, model):
+    if too_long(call, place.model):
         return "context"
-    limit = instance.snapshot.max_queued
-    if limit and candidate.queued >= limit:
+    if place.full:
         return "queue"
     return "round" if candidate.measured and excess_ms(candidate, config) > 0 else ""
 
@@ -85,15 +82,14 @@ def replica_price_ms(snapshot: Snapshot, model: ModelState, open_ms: float, conf
     return open_ms + mu * model.weight_bytes / _GIB + config.nu_ms
 
 
-def retry_after_s(refused: Sequence[Candidate], config: RouterConfig, call_ms: float) -> float:
+def retry_after_s(excess_ms: float | None, queue_full: bool, call_ms: float) -> float:
     """When coming back makes sense, in s: when the least loaded refuser will have worked its excess off.
 
-    `call_ms` is a typical call's time: that long until a full queue has a place.
+    `excess_ms`: by how much it passes the round check, None if nobody was refused by that. `call_ms` is a typical
+    call's time: that long until a full queue has a place.
     """
-    waits = [
-        max(0.0, excess_ms(c, config)) if c.rejected == "round" else call_ms
-        for c in refused
-        if c.rejected in {"round", "queue"}
-    ]
-    excess = min(waits, default=MIN_RETRY_S * 1000) / 1000
-    return min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(excess * 10) / 10))
+    waits = [] if excess_ms is None else [max(0.0, excess_ms)]
+    if queue_full:
+        waits.append(call_ms)
+    wait_s = min(waits, default=MIN_RETRY_S * 1000) / 1000
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(wait_s * 10) / 10))

@@ -214,7 +214,6 @@ def _settle(turn: Turn, case: Case, ranking: Ranking, lease: str) -> bool:
     if best.kv != "missing" and entry is not None:
         tokens = max(1, tokens - entry.kv_tokens)
     placement = _place(turn, case, _Place(best.iid, via, tokens, best.wait_ms + best.own_ms))
-    state.counts.avoidable_opens += ranking.avoidable_open
     _answer(turn, case, placement, lease, ranking)
     return True
 
@@ -256,13 +255,20 @@ def _place(turn: Turn, case: Case, place: _Place) -> Placement:
     forget_at = max(deadline, accept_by) + state.config.skew_s
     state.calls.place(request.rid, Placed(request.attempt, placement, accept_by, forget_at))
     state.counts.routed[place.via] += 1
+    residence = state.cluster.residence(place.iid, request.model)
+    if residence != "active":
+        state.counts.opens[residence] += 1
     return placement
 
 
 def _answer(turn: Turn, case: Case, placement: Placement, lease: str, ranking: Ranking | None) -> None:
     turn.out.append(Reply(case.ask.to, RouteReply(placement=placement)))
     waited_ms = (turn.now - case.since) * 1000
-    decision = Decision(case.ask.request, case.partition, placement, lease, ranking, waited_ms)
+    state, model = turn.state, case.ask.request.model
+    opens = state.cluster.residence(placement.iid, model) != "active"
+    avoidable = opens and state.cluster.active_elsewhere(model, placement.iid, turn.now)
+    state.counts.avoidable_opens += avoidable
+    decision = Decision(case.ask.request, case.partition, placement, lease, ranking, waited_ms, avoidable)
     turn.out.append(Emit(route_event(turn.state.router, turn.now, turn.state.cluster.version, decision)))
 
 
@@ -276,7 +282,8 @@ def _refusal(state: RouterState, request: RouteRequest, ranking: Ranking) -> Ver
     assert first is not None
     profile = state.profiles.of(ranking.refused[0].iid, first.models[model])
     call_ms = profile.output_tokens * profile.decode_step_ms
-    return verdicts.overloaded(model, ranking.reasons, retry_after_s(ranking.refused, state.config, call_ms))
+    retry_s = retry_after_s(ranking.excess_ms, ranking.reasons["queue"] > 0, call_ms)
+    return verdicts.overloaded(model, ranking.reasons, retry_s)
 
 
 def _refuse(

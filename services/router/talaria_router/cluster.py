@@ -59,6 +59,9 @@ class Cluster:
         """Version of the last cluster view."""
         self.gaps = 0
         """Views that never arrived."""
+        self.changed: set[str] = set()
+        """Instances that came, went, or say something new of their load: for whoever keeps figures of them."""
+        self._active: dict[str, set[str]] = {}
 
     @property
     def following(self) -> bool:
@@ -134,6 +137,34 @@ class Cluster:
             return "gone"
         return "stale" if instance.reported == "stale" or own == "stale" else "ok"
 
+    def ok_since(self, now: float) -> float:
+        """Instances reported well whose snapshot was true at this time or later count as ok: `health` for many at once.
+
+        Where telemetry's silence is excused, what counts is how fresh they were when it fell silent.
+        """
+        limit = self._heartbeat_s * self._missed
+        silence = now - self._last_view
+        since = self._follow_since
+        if silence > self._heartbeat_s and (since is None or now - since <= limit):
+            return min(now, self._last_view) - limit
+        return now - limit
+
+    def residence(self, iid: str, model: str) -> str:
+        """Where the model's weights are on the instance, as `ModelState.state`; "cold" if it is not known."""
+        instance = self._instances.get(iid)
+        state = instance.models.get(model) if instance is not None else None
+        return state.state if state is not None else "cold"
+
+    def active_elsewhere(self, model: str, iid: str, now: float) -> bool:
+        """Whether a healthy instance other than `iid` has `model` active."""
+        since = self.ok_since(now)
+        for other in self._active.get(model, ()):
+            instance = self._instances[other]
+            well = instance.reported == "ok" and instance.seen_at >= since and instance.snapshot.status == "ready"
+            if other != iid and well:
+                return True
+        return False
+
     def healths(self, now: float) -> dict[str, Health]:
         """Health of all instances."""
         return {iid: self.health(iid, now) for iid in self._instances}
@@ -159,8 +190,18 @@ class Cluster:
                 old.reported = view.health
                 old.seen_at = max(old.seen_at, seen_at)
             return False
+        reported = view.health if view else "ok"
+        if old is not None and _same_load(old.snapshot, snapshot):
+            old.snapshot, old.seen_at, old.reported = snapshot, seen_at, reported
+            return True
         models = {m.name: m for m in snapshot.models}
-        self._instances[iid] = Instance(snapshot, seen_at, view.health if view else "ok", models)
+        self._instances[iid] = Instance(snapshot, seen_at, reported, models)
+        self.changed.add(iid)
+        for name, model in models.items():
+            if model.state == "active":
+                self._active.setdefault(name, set()).add(iid)
+            elif name in self._active:
+                self._active[name].discard(iid)
         if old is None or old.models.keys() != models.keys():
             self._index()
         return True
@@ -168,12 +209,31 @@ class Cluster:
     def _remove(self, iid: str) -> bool:
         if self._instances.pop(iid, None) is None:
             return False
+        self.changed.add(iid)
         self._index()
         return True
 
     def _index(self) -> None:
         serving: dict[str, list[str]] = {}
+        active: dict[str, set[str]] = {}
         for iid in sorted(self._instances):
-            for model in self._instances[iid].models:
-                serving.setdefault(model, []).append(iid)
-        self._serving = serving
+            for name, model in self._instances[iid].models.items():
+                serving.setdefault(name, []).append(iid)
+                if model.state == "active":
+                    active.setdefault(name, set()).add(iid)
+        self._serving, self._active = serving, active
+
+
+def _same_load(old: Snapshot, new: Snapshot) -> bool:
+    """Whether what costs and checks read is unchanged: an idle instance's snapshots differ in time and number only."""
+    return (
+        old.models == new.models
+        and old.epoch == new.epoch
+        and old.status == new.status
+        and old.max_queued == new.max_queued
+        and old.deadline_risk == new.deadline_risk
+        and old.round_remaining_ms == new.round_remaining_ms
+        and old.kv_occupancy == new.kv_occupancy
+        and old.staging_free_bytes == new.staging_free_bytes
+        and old.buffer_bytes == new.buffer_bytes
+    )

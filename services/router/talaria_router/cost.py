@@ -30,6 +30,46 @@ class Call(NamedTuple):
     """Instances that failed it before."""
     turn: int = 0
     """Number of earlier decisions for this model."""
+    shared_tokens: int = 0
+    """Length of the prefix that it has in common with other sessions (a system prompt), estimated; 0: none known."""
+    sharers: frozenset[str] = frozenset()
+    """Instances where that common prefix was computed lately."""
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Prompt tokens whose KV somebody may have: at least one token is always computed."""
+        kept = self.entry.kv_tokens if self.entry is not None else 0
+        return min(max(kept, self.shared_tokens if self.sharers else 0), self.prompt_tokens - 1)
+
+
+class Place(NamedTuple):
+    """One model on one instance, as any call would find it: what of Eq. 1 does not depend on the call. Times in ms.
+
+    Kept between calls and made anew when the instance's snapshot or our charges on it change (`talaria_router.board`).
+    """
+
+    iid: str
+    instance: Instance
+    model: ModelState
+    unready: str
+    """Why no new call may go there, whatever its size; "" if one may. Without the snapshot's age."""
+    base_ms: float
+    """All but the call's own prefill and recovery: no call costs less here, unless it finds its prefix."""
+    act_ms: float
+    queue_ms: float
+    """Wait for the work of the same model: its queue, leases, calls at risk, a place in the batch."""
+    round_ms: float
+    """Wait for the other models' slots."""
+    wait_ms: float
+    """Predicted time before a call's own prefill can start: the round check's figure."""
+    lease_ms: float
+    prefill_ms_per_token: float
+    restore_ms_per_token: float
+    calls: int
+    queued: int
+    full: bool
+    """As many calls of the model wait there as the instance accepts: it would reject one more."""
+    measured: bool
 
 
 class Candidate(NamedTuple):
@@ -46,7 +86,14 @@ class Candidate(NamedTuple):
     """Its own prefill and recovery."""
     lease_ms: float
     """Part of `wait_ms`: what the live leases of its model charge there."""
+    queue_ms: float
+    """Part of `wait_ms`: work of its own model."""
+    round_ms: float
+    """Part of `wait_ms`: the other models' slots."""
     kv: Kv
+    reused_tokens: int
+    """Prompt tokens whose KV is there."""
+    prompt_tokens: int
     calls: int
     """Calls there now, all models: the plain pressure signal."""
     queued: int
@@ -77,44 +124,80 @@ def handle_valid(entry: Entry, instance: Instance, model: ModelState) -> bool:
     return entry.iid_epoch == instance.snapshot.epoch and entry.kv_epoch >= model.kv_epoch
 
 
-def evaluate(call: Call, instance: Instance, model: ModelState, overlay: Overlay, profiles: Profiles) -> Candidate:
-    """The cost of `call` on `instance`, before any admission check."""
+def place_of(instance: Instance, model: ModelState, overlay: Overlay, profiles: Profiles) -> Place:
+    """`model` on `instance` as it stands: snapshot, overlay and profiles."""
     snapshot = instance.snapshot
-    profile = profiles.of(snapshot.iid, model)
-    charge = overlay.of(snapshot.iid, model.name)
-    kv = kv_of(call.entry, instance, model)
-    prefix = min(call.entry.kv_tokens, call.prompt_tokens - 1) if call.entry is not None else 0
-    suffix_ms = (call.prompt_tokens - prefix) * profile.prefill_ms_per_token
-    if kv == "device":
-        kv_ms = 0.0
-    elif kv == "host":
-        kv_ms = prefix * profile.restore_ms_per_token
-    else:
-        kv_ms = prefix * profile.prefill_ms_per_token
+    iid = snapshot.iid
+    profile = profiles.of(iid, model)
+    charge = overlay.of(iid, model.name)
     act_ms = activation_ms(model, profile)
     calls, queued = system_load(model, charge)
-    queue_ms = (model.queued_tokens + charge.tokens) * profile.prefill_ms_per_token
     lease_ms = charge.leases * profile.return_ms
+    queue_ms = (model.queued_tokens + charge.tokens) * profile.prefill_ms_per_token
     queue_ms += lease_ms + snapshot.deadline_risk * profile.return_ms
     queue_ms += batch_wait_ms(model, calls, profile)
-    queue_ms += round_wait_ms(snapshot, model, overlay, profiles)
+    round_ms = round_wait_ms(snapshot, model, overlay, profiles)
     peers = min(calls, model.max_running) if model.max_running else calls
-    req_ms = queue_ms + suffix_ms + peers * profile.decode_step_ms
-    return Candidate(
-        iid=snapshot.iid,
-        req_ms=req_ms,
-        kv_ms=kv_ms,
+    return Place(
+        iid=iid,
+        instance=instance,
+        model=model,
+        unready=unready(instance, model),
+        base_ms=queue_ms + round_ms + peers * profile.decode_step_ms + act_ms,
         act_ms=act_ms,
-        total_ms=req_ms + kv_ms + act_ms,
-        wait_ms=queue_ms + (profile.switch_ms if model.state == "host" else 0.0),
-        own_ms=suffix_ms + kv_ms,
+        queue_ms=queue_ms,
+        round_ms=round_ms,
+        wait_ms=queue_ms + round_ms + (profile.switch_ms if model.state == "host" else 0.0),
         lease_ms=lease_ms,
-        kv=kv,
-        calls=sum(m.queued + m.running for m in snapshot.models) + overlay.calls_on(snapshot.iid),
+        prefill_ms_per_token=profile.prefill_ms_per_token,
+        restore_ms_per_token=profile.restore_ms_per_token,
+        calls=sum(m.queued + m.running for m in snapshot.models) + overlay.calls_on(iid),
         queued=queued,
-        state=model.state,
-        context_tokens=model.context_tokens,
+        full=0 < snapshot.max_queued <= queued,
         measured=profile.measured,
+    )
+
+
+def unready(instance: Instance, model: ModelState | None) -> str:
+    """Why the instance takes no new call for the model, by its own word; "" if it may."""
+    if instance.snapshot.status != "ready":
+        return instance.snapshot.status
+    return "failed_model" if model is None or model.state == "failed" else ""
+
+
+def candidate_of(call: Call, place: Place) -> Candidate:
+    """Eq. 1 for `call` at `place`, before any admission check."""
+    prefix = call.prefix_tokens
+    kv = kv_of(call.entry, place.instance, place.model)
+    reused = min(prefix, call.entry.kv_tokens) if kv != "missing" and call.entry is not None else 0
+    if place.iid in call.sharers and min(prefix, call.shared_tokens) > reused:
+        reused = min(prefix, call.shared_tokens)
+        kv = "device" if place.model.state == "active" else "host"
+    suffix_ms = (call.prompt_tokens - prefix) * place.prefill_ms_per_token
+    kv_ms = (prefix - reused) * place.prefill_ms_per_token
+    if kv == "host":
+        kv_ms += reused * place.restore_ms_per_token
+    req_ms = place.base_ms - place.act_ms + suffix_ms
+    model = place.model
+    return Candidate(
+        place.iid,
+        req_ms,
+        kv_ms,
+        place.act_ms,
+        req_ms + kv_ms + place.act_ms,
+        place.wait_ms,
+        suffix_ms + kv_ms,
+        place.lease_ms,
+        place.queue_ms,
+        place.round_ms,
+        kv,
+        reused,
+        call.prompt_tokens,
+        place.calls,
+        place.queued,
+        model.state,
+        model.context_tokens,
+        place.measured,
     )
 
 

@@ -24,6 +24,8 @@ def terms(candidate: Candidate) -> dict[str, Any]:
         "total_ms": round(c.total_ms, 3),
         "wait_ms": round(c.wait_ms, 3),
         "kv": c.kv,
+        "reused": c.reused_tokens,
+        "model": c.state,
         "calls": c.calls,
     }
     if c.rejected:
@@ -42,11 +44,13 @@ class Decision(NamedTuple):
     ranking: Ranking | None = None
     """None when a lease decided alone or nothing was ranked."""
     waited_ms: float = 0.0
+    avoidable_open: bool = False
+    """It must activate the model although another healthy instance has it active (5.3)."""
 
 
 def route_event(router: str, now: float, view: int, decision: Decision) -> Event:
     """One decision, under the cluster view's version `view`."""
-    request, partition, outcome, lease, ranking, waited_ms = decision
+    request, partition, outcome, lease, ranking, waited_ms, avoidable_open = decision
     data: dict[str, Any] = {
         "rid": request.rid,
         "attempt": request.attempt,
@@ -69,8 +73,8 @@ def route_event(router: str, now: float, view: int, decision: Decision) -> Event
         shown: Sequence[Candidate] = (*ranking.order, *ranking.refused)
         data["candidates"] = [terms(c) for c in shown[:EVENT_CANDIDATES]]
         data["rejected"] = dict(ranking.reasons)
-        if ranking.avoidable_open:
-            data["avoidable_open"] = True
+    if avoidable_open:
+        data["avoidable_open"] = True
     return Event(kind="route", source=router, at_ms=to_ms(now), data=data)
 
 

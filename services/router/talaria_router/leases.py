@@ -6,9 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from talaria_router.cluster import Cluster
-from talaria_router.cost import handle_valid
+from talaria_router.cost import handle_valid, unready
 from talaria_router.overlay import Overlay
-from talaria_router.ranking import unready
 from talaria_router.sessions import Entry, SessionTable
 
 
@@ -78,7 +77,7 @@ def obstacle(cluster: Cluster, entry: Entry, now: float, exclude: tuple[str, ...
     instance = cluster.get(entry.iid)
     if instance is None or cluster.health(entry.iid, now) == "gone":
         return "gone"
-    reason = unready(cluster, entry.iid, entry.model)
+    reason = unready(instance, instance.models.get(entry.model))
     if reason:
         return reason
     if not handle_valid(entry, instance, instance.models[entry.model]):

@@ -31,6 +31,7 @@ class RouterCollector(Collector):
         yield _count("talaria_router_leases_expired", "Leases that ended unused", books.expired)
         yield _counts("talaria_router_leases_discarded", "Leases discarded", "reason", books.discarded)
         yield _count("talaria_router_leases_wasted", "Leases that brought nothing", books.wasted)
+        yield _counts("talaria_router_opens", "Placements that need an activation", "residence", counts.opens)
         yield _count("talaria_router_avoidable_opens", "Activations that were avoidable", counts.avoidable_opens)
         yield _count("talaria_router_sessions_restored", "Sessions read back", counts.restored)
         yield _count("talaria_router_restore_timeouts", "Sessions not read back in time", counts.restore_timeouts)

@@ -54,6 +54,8 @@ class Overlay:
     def __init__(self) -> None:
         self._instances: dict[str, _Instance] = {}
         self._deadlines: list[tuple[float, str, int]] = []
+        self.changed: set[str] = set()
+        """Instances whose charges changed: for whoever keeps figures of them."""
 
     def of(self, iid: str, model: str) -> ModelOverlay:
         """Charges of `model` on `iid`; to be read only."""
@@ -79,6 +81,7 @@ class Overlay:
         charge = self._model(instance, model)
         charge.calls += 1
         charge.tokens += tokens
+        self.changed.add(iid)
         heapq.heappush(self._deadlines, (leave_at, iid, call.seq))
         return call
 
@@ -91,6 +94,7 @@ class Overlay:
         charge = instance.models[call.model]
         charge.calls -= 1
         charge.tokens -= call.tokens
+        self.changed.add(iid)
         return True
 
     def reconcile(self, iid: str, seen: SeenPlacements | None, snapshot_at_ms: int) -> None:
@@ -103,6 +107,7 @@ class Overlay:
             for seq in [s for s in instance.calls if s <= seen.upto and s not in missing]:
                 self.leave(iid, seq)
         if instance.ended:
+            self.changed.add(iid)
             kept = [(at, model) for at, model in instance.ended if at > snapshot_at_ms]
             for at, model in instance.ended:
                 if at <= snapshot_at_ms:
@@ -114,10 +119,12 @@ class Overlay:
         instance = self._instance(iid)
         instance.ended.append((at_ms, model))
         self._model(instance, model).ended += 1
+        self.changed.add(iid)
 
     def reserve(self, iid: str, model: str, change: int) -> None:
         """A lease was installed (+1) or ended (-1)."""
         self._model(self._instance(iid), model).leases += change
+        self.changed.add(iid)
 
     def expire(self, now: float) -> int:
         """Drop the placements whose time to be taken up has passed; returns how many."""
@@ -137,6 +144,7 @@ class Overlay:
         for _, model in instance.ended:
             instance.models[model].ended -= 1
         instance.ended = []
+        self.changed.add(iid)
 
     def total(self) -> tuple[int, int, int]:
         """(calls, tokens, leases) over all instances: all zero when all is done."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
 
-from talaria_router.admission import Demand, check, replica_gain_ms, replica_price_ms
+from talaria_router.admission import Demand, check, excess_ms, replica_gain_ms, replica_price_ms
+from talaria_router.board import HELD, Board, Boards
 from talaria_router.cluster import Cluster
-from talaria_router.config import RouterConfig
-from talaria_router.cost import Call, Candidate, evaluate
-from talaria_router.overlay import Overlay
+from talaria_router.config import EVENT_CANDIDATES, RouterConfig
+from talaria_router.cost import Call, Candidate, Place, candidate_of
 from talaria_router.policies import Policy
-from talaria_router.profiles import Profiles
-
-HELD = ("active", "host", "loading")
-"""States in which a replica exists already or is on its way."""
 
 
 @dataclass(slots=True)
@@ -22,13 +19,19 @@ class Ranking:
     """What was found for one call."""
 
     order: list[Candidate] = field(default_factory=list)
-    """Candidates that may take it, best first."""
+    """Candidates that may take it, best first; of many, the best ones."""
     refused: list[Candidate] = field(default_factory=list)
-    """Candidates that a check ruled out, with `rejected` set."""
+    """Candidates that a check ruled out, with `rejected` set; of many, the cheapest ones."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """How many instances each reason ruled out, those without a cost included."""
-    avoidable_open: bool = False
-    """The best one must activate the model although another healthy instance has it active (5.3)."""
+    """How many instances each reason ruled out, those without a cost included.
+
+    With many instances those that are stale, too small or too busy are counted as far as they were looked at: the
+    search ends when enough better ones were found.
+    """
+    excess_ms: float | None = None
+    """By how much the least loaded of those refused by the round check passes it; None: nobody was."""
+    longest: Candidate | None = None
+    """The refused one with the longest context."""
 
     def to_be_refused_there(self) -> Candidate | None:
         """Where to send a call that nobody can hold: the instance with the longest context, to say so exactly.
@@ -36,84 +39,153 @@ class Ranking:
         Only if length is the one thing that ruled candidates out: the router's token count is an estimate, and the
         person is owed the instance's exact one (HTTP 400), not a 429.
         """
-        if not self.refused or any(c.rejected != "context" for c in self.refused):
+        others = any(self.reasons[r] for r in ("queue", "round", "replica"))
+        return None if others else self.longest
+
+    def spill(self) -> Candidate | None:
+        """Where the call can go although the round check or Eq. 2 rules it out: the cheapest; None: nobody has room."""
+        return min(
+            (c for c in self.refused if c.rejected in {"round", "replica"}),
+            key=lambda c: (c.total_ms, c.calls, c.iid),
+            default=None,
+        )
+
+    def refuse(self, candidate: Candidate, reason: str) -> None:
+        """A check rules `candidate` out."""
+        self.reasons[reason] += 1
+        refused = candidate._replace(rejected=reason)
+        if self.longest is None or (refused.context_tokens, refused.iid) > (
+            self.longest.context_tokens,
+            self.longest.iid,
+        ):
+            self.longest = refused
+        if len(self.refused) < EVENT_CANDIDATES:
+            self.refused.append(refused)
+
+
+class _Scan:
+    """One pass over the places of one call's model: what fits, and what does not."""
+
+    def __init__(self, call: Call, now: float, ok_since: float, config: RouterConfig) -> None:
+        self.call = call
+        self.now = now
+        self.result = Ranking()
+        self.admitted: list[Candidate] = []
+        self.held = False
+        """Someone who is fit holds the model."""
+        self._ok_since = ok_since
+        self._config = config
+
+    def take(self, place: Place) -> Candidate | None:
+        """Look at one place; the candidate if it passes all checks but Eq. 2."""
+        reason = self._unfit(place)
+        if reason:
+            self.result.reasons[reason] += 1
             return None
-        return max(self.refused, key=lambda c: (c.context_tokens, c.iid))
+        self.held = self.held or place.model.state in HELD
+        candidate = candidate_of(self.call, place)
+        reason = check(self.call, candidate, place, self._config)
+        if not reason:
+            return candidate
+        if reason == "round":
+            excess = excess_ms(candidate, self._config)
+            known = self.result.excess_ms
+            self.result.excess_ms = excess if known is None else min(known, excess)
+        self.result.refuse(candidate, reason)
+        return None
+
+    def _unfit(self, place: Place) -> str:
+        if place.iid in self.call.exclude:
+            return "excluded"
+        instance = place.instance
+        if instance.reported != "ok":
+            return instance.reported
+        return "stale" if instance.seen_at < self._ok_since else ""
 
 
-@dataclass(frozen=True, slots=True)
 class Ranker:
     """Ranks calls over live tables, which it only reads."""
 
-    cluster: Cluster
-    overlay: Overlay
-    profiles: Profiles
-    config: RouterConfig
-    policy: Policy
+    def __init__(self, cluster: Cluster, boards: Boards, config: RouterConfig, policy: Policy) -> None:
+        self._cluster = cluster
+        self._boards = boards
+        self._config = config
+        self._policy = policy
 
     def rank(self, call: Call, now: float, demand: Demand) -> Ranking:
-        """Rank all instances whose catalog has the call's model. Linear in their number."""
-        result = Ranking()
-        admitted: list[Candidate] = []
-        fresh: list[Candidate] = []
-        held = False
-        anywhere_active = False
-        for iid in self.cluster.serving(call.model):
-            reason = "excluded" if iid in call.exclude else unfit(self.cluster, iid, call.model, now)
-            if reason:
-                result.reasons[reason] += 1
-                continue
-            instance = self.cluster.get(iid)
-            assert instance is not None
-            model = instance.models[call.model]
-            candidate = evaluate(call, instance, model, self.overlay, self.profiles)
-            held = held or model.state in HELD
-            anywhere_active = anywhere_active or model.state == "active"
-            reason = check(call, candidate, instance, model, self.config)
-            if reason:
-                result.reasons[reason] += 1
-                result.refused.append(candidate._replace(rejected=reason))
-            elif self.policy.eq2 and model.state not in HELD:
-                fresh.append(candidate)
+        """Rank the instances whose catalog has the call's model.
+
+        With a policy that orders by cost the work grows with the instances that changed since the last decision and
+        with those that a check refuses, not with the number of instances.
+        """
+        board = self._boards.of(call.model)
+        scan = _Scan(call, now, self._cluster.ok_since(now), self._config)
+        scan.result.reasons.update(+board.unready)
+        self._held(scan, board)
+        for n, iid in enumerate(board.full):
+            if n >= EVENT_CANDIDATES:
+                scan.result.reasons["queue"] += len(board.full) - n
+                break
+            scan.take(board.places[iid])
+        if board.fresh:
+            if self._policy.eq2:
+                self._replicas(scan, board, demand)
             else:
-                admitted.append(candidate)
-        if fresh:
-            best_wait = min((c.wait_ms for c in admitted), default=None)
-            for candidate in fresh:
-                instance = self.cluster.get(candidate.iid)
-                assert instance is not None
-                price = replica_price_ms(instance.snapshot, instance.models[call.model], candidate.act_ms, self.config)
-                # A model that nobody holds is opened whatever it costs: the alternative is not to serve it.
-                if not held or replica_gain_ms(demand, best_wait, candidate.wait_ms, self.config) > price:
-                    admitted.append(candidate)
-                else:
-                    result.reasons["replica"] += 1
-                    result.refused.append(candidate._replace(rejected="replica"))
-            admitted.sort(key=lambda c: c.iid)
-        result.order = self.policy.rank(call, admitted)
-        result.avoidable_open = bool(result.order) and result.order[0].state != "active" and anywhere_active
+                for _, _, iid in board.fresh:
+                    candidate = scan.take(board.places[iid])
+                    if candidate is not None:
+                        scan.admitted.append(candidate)
+        result = scan.result
+        scan.admitted.sort()
+        result.order = self._policy.rank(call, scan.admitted)
         return result
 
+    def _held(self, scan: _Scan, board: Board) -> None:
+        """Those that hold the model: first where a prefix may be found, then the others, cheapest first."""
+        call = scan.call
+        near = set(call.sharers)
+        if call.entry is not None:
+            near.add(call.entry.iid)
+        near = {iid for iid in near if iid in board.places and _open(board.places[iid])}
+        totals: list[float] = []
+        for iid in near:
+            self._admit(scan, board.places[iid], totals)
+        least_ms = call.prompt_tokens * board.least_prefill
+        for base_ms, _, iid in board.held:
+            enough = len(totals) >= EVENT_CANDIDATES
+            if enough and self._policy.by_cost and base_ms + least_ms >= totals[EVENT_CANDIDATES - 1]:
+                break  # nobody further down can be among the best
+            if iid not in near:
+                self._admit(scan, board.places[iid], totals)
 
-def unfit(cluster: Cluster, iid: str, model: str, now: float) -> str:
-    """Why the instance takes no new call for `model` now, "" if it may: health, its status, the model's state."""
-    instance = cluster.get(iid)
-    if instance is None:
-        return "gone"
-    health = cluster.health(iid, now)
-    if health != "ok":
-        return health
-    return unready(cluster, iid, model)
+    @staticmethod
+    def _admit(scan: _Scan, place: Place, totals: list[float]) -> None:
+        candidate = scan.take(place)
+        if candidate is not None:
+            scan.admitted.append(candidate)
+            insort(totals, candidate.total_ms)
+
+    def _replicas(self, scan: _Scan, board: Board, demand: Demand) -> None:
+        """Those that would have to open the model: the cheapest few must be worth it (Eq. 2)."""
+        best_wait = min((c.wait_ms for c in scan.admitted), default=None)
+        held, fit = scan.held, 0
+        for n, (_, _, iid) in enumerate(board.fresh):
+            if fit >= EVENT_CANDIDATES:
+                scan.result.reasons["replica"] += len(board.fresh) - n
+                return
+            place = board.places[iid]
+            candidate = scan.take(place)
+            if candidate is None:
+                continue
+            fit += 1
+            price = replica_price_ms(place.instance.snapshot, place.model, candidate.act_ms, self._config)
+            # A model that nobody holds is opened whatever it costs: the alternative is not to serve it.
+            if not held or replica_gain_ms(demand, best_wait, candidate.wait_ms, self._config) > price:
+                scan.admitted.append(candidate)
+            else:
+                scan.result.refuse(candidate, "replica")
 
 
-def unready(cluster: Cluster, iid: str, model: str) -> str:
-    """As `unfit`, but for the snapshot's age."""
-    instance = cluster.get(iid)
-    if instance is None:
-        return "gone"
-    if instance.snapshot.status != "ready":
-        return instance.snapshot.status
-    state = instance.models.get(model)
-    if state is None or state.state == "failed":
-        return "failed_model"
-    return ""
+def _open(place: Place) -> bool:
+    """Whether the place is among the board's `held`."""
+    return place.model.state in HELD and not place.unready and not place.full

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from talaria_router.admission import Demand
+from talaria_router.board import Boards
 from talaria_router.calls import Calls, Waiting
 from talaria_router.cluster import Cluster
 from talaria_router.config import RouterConfig
@@ -59,7 +60,10 @@ class Counts:
     verdicts: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
     """Candidates ruled out, by reason."""
+    opens: Counter[str] = field(default_factory=Counter)
+    """Placements whose instance must activate the model first, by where its weights are there."""
     avoidable_opens: int = 0
+    """Those of them for which another healthy instance had the model active (5.3)."""
     restored: int = 0
     """Sessions read back from the bucket."""
     restore_timeouts: int = 0
@@ -82,7 +86,7 @@ class RouterState:
         self.leases = Leases(self.sessions, self.overlay)
         self.cluster = Cluster(config.heartbeat_s, config.missed)
         self.profiles = Profiles(config.admission_unit_ms)
-        self.ranker = Ranker(self.cluster, self.overlay, self.profiles, config, self.policy)
+        self.ranker = Ranker(self.cluster, Boards(self.cluster, self.overlay, self.profiles), config, self.policy)
         self.calls = Calls()
         self.waiting: dict[str, Waiting] = {}
         self.probing: dict[str, str] = {}

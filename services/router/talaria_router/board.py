@@ -1,0 +1,142 @@
+"""Places kept between calls, cheapest first, so that a decision looks at a few instances and not at all of them.
+
+One board per model that was ever asked for. What changed since the last decision (a snapshot, a charge of ours) is
+evaluated anew when the model is asked for next, and nothing else is. Averages over all instances (`Profiles`) reach a
+place with its next snapshot or charge: they move slowly, and every completion moves them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
+
+from talaria_router.cluster import Cluster
+from talaria_router.cost import Place, place_of
+from talaria_router.overlay import Overlay
+from talaria_router.profiles import Profiles
+
+HELD = frozenset({"active", "host", "loading"})
+"""States in which a replica exists already or is on its way."""
+
+Rank = tuple[float, int, str]
+"""(base_ms, calls, iid)."""
+
+
+class Board:
+    """The places of one model."""
+
+    __slots__ = ("dirty", "fresh", "full", "held", "least_prefill", "places", "unready")
+
+    def __init__(self, iids: Iterable[str]) -> None:
+        self.places: dict[str, Place] = {}
+        self.held: list[Rank] = []
+        """Where the model is held, cheapest first."""
+        self.fresh: list[Rank] = []
+        """Where it would have to be opened, cheapest first."""
+        self.full: dict[str, None] = {}
+        """Where as many calls wait as the instance accepts."""
+        self.unready: Counter[str] = Counter()
+        """Places that take no call at all, by reason."""
+        self.least_prefill = float("inf")
+        """No place prefills a token in fewer ms. A bound: it does not rise when that place goes."""
+        self.dirty: set[str] = set(iids)
+
+    def put(self, place: Place) -> None:
+        """Add or replace a place."""
+        self.drop(place.iid)
+        self.places[place.iid] = place
+        if place.unready:
+            self.unready[place.unready] += 1
+        elif place.full:
+            self.full[place.iid] = None
+        else:
+            insort(self._side(place), (place.base_ms, place.calls, place.iid))
+        self.least_prefill = min(self.least_prefill, place.prefill_ms_per_token)
+
+    def fill(self, places: dict[str, Place]) -> None:
+        """Many at once, into an empty board: sorted once."""
+        self.places = places
+        for place in places.values():
+            self.least_prefill = min(self.least_prefill, place.prefill_ms_per_token)
+            if place.unready:
+                self.unready[place.unready] += 1
+            elif place.full:
+                self.full[place.iid] = None
+            else:
+                self._side(place).append((place.base_ms, place.calls, place.iid))
+        self.held.sort()
+        self.fresh.sort()
+
+    def drop(self, iid: str) -> None:
+        """Forget a place, if it is there."""
+        old = self.places.pop(iid, None)
+        if old is None:
+            return
+        if old.unready:
+            self.unready[old.unready] -= 1
+        elif old.full:
+            del self.full[iid]
+        else:
+            side = self._side(old)
+            del side[bisect_left(side, (old.base_ms, old.calls, iid))]
+
+    def _side(self, place: Place) -> list[Rank]:
+        return self.held if place.model.state in HELD else self.fresh
+
+
+class Boards:
+    """All boards, over live tables, which it only reads (but for their lists of what changed)."""
+
+    def __init__(self, cluster: Cluster, overlay: Overlay, profiles: Profiles) -> None:
+        self._cluster = cluster
+        self._overlay = overlay
+        self._profiles = profiles
+        self._boards: dict[str, Board] = {}
+
+    def of(self, model: str) -> Board:
+        """The model's board as things stand now."""
+        self._take_changes()
+        board = self._boards.get(model)
+        if board is None:
+            board = self._boards[model] = Board(self._cluster.serving(model))
+        if board.dirty:
+            self._refresh(model, board)
+        return self._boards[model]
+
+    def _take_changes(self) -> None:
+        for changed in (self._cluster.changed, self._overlay.changed):
+            if not changed:
+                continue
+            for model, board in self._boards.items():
+                for iid in changed:
+                    instance = self._cluster.get(iid)
+                    if iid in board.places or (instance is not None and model in instance.models):
+                        board.dirty.add(iid)
+            changed.clear()
+
+    def _refresh(self, model: str, board: Board) -> None:
+        if len(board.dirty) * 4 > len(board.places):  # cheaper from the start: one sort instead of many insertions
+            fresh = Board(())
+            places = {iid: p for iid, p in board.places.items() if iid not in board.dirty}
+            for iid in board.dirty:
+                place = self._place(iid, model)
+                if place is not None:
+                    places[iid] = place
+            fresh.fill(places)
+            self._boards[model] = fresh
+            return
+        for iid in board.dirty:
+            place = self._place(iid, model)
+            if place is None:
+                board.drop(iid)
+            else:
+                board.put(place)
+        board.dirty.clear()
+
+    def _place(self, iid: str, model: str) -> Place | None:
+        instance = self._cluster.get(iid)
+        state = instance.models.get(model) if instance is not None else None
+        if instance is None or state is None:
+            return None
+        return place_of(instance, state, self._overlay, self._profiles)

@@ -1,0 +1,103 @@
+"""The board of places against the long way: evaluate every instance for every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from talaria_router.admission import check
+from talaria_router.asking import key_of
+from talaria_router.cost import Call, candidate_of, place_of
+from tests.router.rig import M, Rig, model
+
+IIDS = [f"i{n:02}" for n in range(14)]
+load = st.fixed_dictionaries(
+    {
+        "state": st.sampled_from(["active", "active", "active", "host", "loading", "failed"]),
+        "queued": st.sampled_from([0, 0, 1, 5, 64]),
+        "queued_tokens": st.sampled_from([0, 0, 100, 700, 9000]),
+        "running": st.sampled_from([0, 1, 4, 8]),
+        "prefill_ms_per_token": st.sampled_from([0.5, 1.0, 2.0]),
+    }
+)
+step = st.one_of(
+    st.tuples(st.just("view"), st.lists(st.tuples(st.sampled_from(IIDS), load), min_size=1, max_size=6)),
+    st.tuples(st.just("ask"), st.integers(0, 5)),
+    st.tuples(st.just("complete"), st.integers(0, 20)),
+    st.tuples(st.just("later"), st.sampled_from([0.1, 0.6])),
+    st.tuples(st.just("drain"), st.sampled_from(IIDS)),
+)
+
+
+def long_way(rig: Rig, session: str, prompt_tokens: int) -> list[tuple[float, int, str]]:
+    state = rig.state
+    call = Call("r", M, prompt_tokens, entry=state.entry(*key_of("t", session, M)))
+    found = []
+    for iid in state.cluster.serving(M):
+        instance = state.cluster.get(iid)
+        place = place_of(instance, instance.models[M], state.overlay, state.profiles)
+        candidate = candidate_of(call, place)
+        well = state.cluster.health(iid, rig.now) == "ok" and not place.unready
+        if well and not check(call, candidate, place, state.config):
+            found.append((candidate.total_ms, candidate.calls, iid))
+    return sorted(found)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(step, max_size=40))
+def test_the_best_are_those_that_the_long_way_finds(steps: list[Any]):
+    rig = Rig(admission_unit_ms=50.0)
+    rig.view(*(rig.snapshot(i) for i in IIDS), full=True)
+    live: list[Any] = []
+    for what, arg in steps:
+        if what == "view":
+            rig.view(*(rig.snapshot(i, (model(**m), model("other", "host"))) for i, m in dict(arg).items()))
+        elif what == "drain":
+            rig.view(rig.snapshot(arg, status="draining"))
+        elif what == "later":
+            rig.later(arg)
+        elif what == "complete" and live:
+            session, p = live.pop(arg % len(live))
+            rig.complete(p, session, completion_tokens=128, prefill_ms=0.0)
+        elif what == "ask":
+            session = f"s{arg}"
+            best = long_way(rig, session, rig.state.profiles.prompt_tokens(M, 400))
+            got = rig.ask(session)
+            data = rig.events("route")[-1].data
+            if got.__class__.__name__ == "Placement":
+                live.append((session, got))
+            if data["lease"] == "honoured":
+                continue
+            shown = [c["iid"] for c in data["candidates"] if "rejected" not in c]
+            assert shown == [iid for _, _, iid in best[:8]]
+
+
+def test_few_are_looked_at_when_many_are_alike():
+    rig = Rig()
+    rig.view(*(rig.snapshot(f"i{n:04}") for n in range(1000)), full=True)
+    rig.placed("warm")
+    seen: list[str] = []
+    ranker = rig.state.ranker
+    board = ranker._boards.of(M)
+
+    class Watched(dict):  # type: ignore[type-arg]
+        def __getitem__(self, iid: str) -> Any:
+            seen.append(iid)
+            return super().__getitem__(iid)
+
+    board.places = Watched(board.places)
+    rig.placed("new")
+    assert len(set(seen)) < 20
+
+
+def test_the_heartbeat_of_an_idle_instance_changes_no_place():
+    rig = Rig()
+    rig.view(rig.snapshot("a"), full=True)
+    rig.placed()
+    rig.state.ranker._boards.of(M)
+    rig.view(rig.snapshot("a"))
+    assert not rig.state.cluster.changed
+    rig.view(rig.snapshot("a", (model(running=1),)))
+    assert rig.state.cluster.changed == {"a"}
