@@ -42,7 +42,7 @@ def up(
     state_dir: StateDir = STATE,
 ) -> None:
     """Start everything that talaria.toml names on this machine and keep it running until Ctrl-C."""
-    from talaria_cli.up import UpOptions, run_up
+    from talaria_cli.up.run import UpOptions, run_up
 
     raise SystemExit(run_up(UpOptions(config, models_only, port, external_nats, state_dir)))
 

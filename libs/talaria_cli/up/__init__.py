@@ -6,9 +6,6 @@ child      one process: its group, its log, its end
 nats       the embedded server's port and configuration
 health     what each part says of itself, over HTTP and the bus
 console    the terminal
-supervisor ties them together
+supervisor starts, starts again and stops
+run        ties them together
 """
-
-from talaria_cli.up.run import UpOptions, run_up
-
-__all__ = ["UpOptions", "run_up"]
