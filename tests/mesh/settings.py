@@ -39,5 +39,6 @@ def real(*instances: dict[str, Any], **extra: Any) -> dict[str, Any]:
         "log": {"level": "info", "format": "console"},
         "models": REAL_MODELS,
         "instances": rows,
+        "router": {"t_ttft_s": 60, "overload": "queue"},  # as talaria.toml has it
         **extra,
     }
