@@ -34,8 +34,15 @@ def load(http: httpx.AsyncClient, tag: str, **body: object) -> asyncio.Future[li
     return asyncio.gather(
         *(
             session(
-                http, f"{tag}-{n}", f"model-{'abc'[n % 3]}", calls=CALLS, first=f"task {n} " * 20, grow="tool says",
-                max_tokens=TOKENS, gap_s=0.05, **body,
+                http,
+                f"{tag}-{n}",
+                f"model-{'abc'[n % 3]}",
+                calls=CALLS,
+                first=f"task {n} " * 20,
+                grow="tool says",
+                max_tokens=TOKENS,
+                gap_s=0.05,
+                **body,
             )
             for n in range(SESSIONS)
         )
@@ -57,7 +64,9 @@ async def serves(it: Mesh, url: str = "") -> None:
     async with httpx.AsyncClient(base_url=url or it.url, timeout=60) as http:
         for model in ("model-a", "model-b", "model-c"):
             async with asyncio.timeout(40):
-                while (await stream_chat(http, model, [{"role": "user", "content": "again"}], session="x", max_tokens=3)).error:
+                while (
+                    await stream_chat(http, model, [{"role": "user", "content": "again"}], session="x", max_tokens=3)
+                ).error:
                     await asyncio.sleep(0.2)
 
 
@@ -98,7 +107,7 @@ async def test_killed_api_takes_only_its_own_clients(running: Mesh) -> None:
 
 
 async def test_killed_instance_breaks_only_streams_past_their_first_token(running: Mesh) -> None:
-    work = load(running.http, "i", )
+    work = load(running.http, "i")
     await under_way(running, "i")
     running.parts["cold-1"].kill()
     runs = await work
@@ -111,7 +120,9 @@ async def test_killed_instance_breaks_only_streams_past_their_first_token(runnin
 async def engine_pid(it: Mesh, iid: str) -> int:
     import psutil
 
-    children = [p for p in psutil.Process(it.parts[iid].pid).children(recursive=True) if "talaria_gpu" in " ".join(p.cmdline())]
+    children = [
+        p for p in psutil.Process(it.parts[iid].pid).children(recursive=True) if "talaria_gpu" in " ".join(p.cmdline())
+    ]
     assert len(children) == 1, children
     return children[0].pid
 

@@ -11,7 +11,9 @@ REAL_MODELS: dict[str, Any] = {
 }
 
 
-def sim(*instances: dict[str, Any], models: tuple[str, ...] = ("model-a", "model-b", "model-c"), **extra: Any) -> dict[str, Any]:
+def sim(
+    *instances: dict[str, Any], models: tuple[str, ...] = ("model-a", "model-b", "model-c"), **extra: Any
+) -> dict[str, Any]:
     """A mesh of sim engines; an instance without `models` serves all of them from the cold pool."""
     rows = [{"id": f"cold-{n}"} for n in range(1)] if not instances else list(instances)
     for row in rows:

@@ -84,7 +84,15 @@ async def test_openai_client(running: Mesh) -> None:
 async def test_many_models_at_once_all_finish(running: Mesh) -> None:
     runs = await asyncio.gather(
         *(
-            session(running.http, f"many-{n}", f"model-{'abc'[n % 3]}", calls=5, first=f"task {n}", grow="go on", max_tokens=6)
+            session(
+                running.http,
+                f"many-{n}",
+                f"model-{'abc'[n % 3]}",
+                calls=5,
+                first=f"task {n}",
+                grow="go on",
+                max_tokens=6,
+            )
             for n in range(18)
         )
     )
@@ -105,7 +113,16 @@ async def test_tap_sees_what_happens_and_changes_nothing(running: Mesh) -> None:
         assert it.error == ""
 
     def complete() -> bool:
-        wanted = ["rpc.route", "forward", ".tokens.", ".completion.", ".snapshot.", ".cluster", "event.route", "event.switch"]
+        wanted = [
+            "rpc.route",
+            "forward",
+            ".tokens.",
+            ".completion.",
+            ".snapshot.",
+            ".cluster",
+            "event.route",
+            "event.switch",
+        ]
         return all(any(w in s for s in seen) for w in wanted)
 
     async with asyncio.timeout(10):
@@ -127,14 +144,31 @@ BAD = [
     ({"model": "model-a"}, 400, "invalid_request", "messages"),
     ({"model": "model-a", "messages": []}, 400, "invalid_request", "messages"),
     ({"model": "model-a", "messages": [{"role": "user", "content": "x"}], "n": 2}, 400, "unsupported_parameter", "n"),
-    ({"model": "model-a", "messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400, "unsupported_parameter", "tools"),
-    ({"model": "model-a", "messages": [{"role": "user", "content": "x"}], "temperature": 9}, 400, "invalid_request", "temperature"),
-    ({"model": "model-a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, 400, "invalid_request", "max_tokens"),
+    (
+        {"model": "model-a", "messages": [{"role": "user", "content": "x"}], "tools": [{}]},
+        400,
+        "unsupported_parameter",
+        "tools",
+    ),
+    (
+        {"model": "model-a", "messages": [{"role": "user", "content": "x"}], "temperature": 9},
+        400,
+        "invalid_request",
+        "temperature",
+    ),
+    (
+        {"model": "model-a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 0},
+        400,
+        "invalid_request",
+        "max_tokens",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("body", "status", "code", "param"), BAD)
-async def test_bad_input_is_refused_and_nothing_queued(running: Mesh, body: dict, status: int, code: str, param: str) -> None:
+async def test_bad_input_is_refused_and_nothing_queued(
+    running: Mesh, body: dict, status: int, code: str, param: str
+) -> None:
     bus = await running.bus()
     forwarded: list[str] = []
     await bus.subscribe("talaria.v1.rpc.instance.*.forward", lambda m: forwarded.append(m.subject))
