@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from itertools import pairwise
 
 import pytest
 import pytest_asyncio
@@ -60,7 +61,7 @@ async def test_returning_call_takes_the_lease_and_reports_cached_tokens(running:
     assert [c.error for c in calls] == [""] * 4
     assert {c.headers["x-talaria-instance"] for c in calls} == {calls[0].headers["x-talaria-instance"]}
     assert [c.headers["x-talaria-route"] for c in calls][1:] == ["lease"] * 3
-    for before, after in zip(calls, calls[1:], strict=False):
+    for before, after in pairwise(calls):
         assert after.cached > 0
         assert after.cached <= before.usage["prompt_tokens"] + before.usage["completion_tokens"]
         assert after.headers["x-talaria-cache"] == "device"

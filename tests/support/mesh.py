@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import tomli_w
 
 from talaria_common.bus import NatsBus
 
@@ -103,7 +104,9 @@ class Mesh:
     def url(self) -> str:
         return self.urls[0]
 
-    async def chat(self, model: str, messages: list[dict[str, str]], *, session: str = "", **body: Any) -> httpx.Response:
+    async def chat(
+        self, model: str, messages: list[dict[str, str]], *, session: str = "", **body: Any
+    ) -> httpx.Response:
         headers = {"X-Talaria-Session-ID": session} if session else {}
         return await self.http.post(
             "/v1/chat/completions", json={"model": model, "messages": messages, **body}, headers=headers
@@ -134,36 +137,9 @@ class Mesh:
 
     async def close(self) -> None:
         await self.http.aclose()
-        order = [n for n in self.parts if n != "nats"][::-1] + ["nats"]
+        order = [*reversed([n for n in self.parts if n != "nats"]), "nats"]
         for name in order:
             self.parts[name].stop()
-
-
-def toml(data: dict[str, Any]) -> str:
-    """A small TOML writer, enough for settings: tables, arrays of tables, scalars (JSON spells those the same)."""
-    out: list[str] = []
-
-    def table(prefix: str, content: dict[str, Any]) -> None:
-        if prefix:
-            out.append(f"[{prefix}]")
-        for k, v in content.items():
-            if not isinstance(v, dict) and not (isinstance(v, list) and v and isinstance(v[0], dict)):
-                out.append(f"{json.dumps(k)} = {json.dumps(v)}")
-        for k, v in content.items():
-            key = f"{prefix}.{json.dumps(k)}" if prefix else json.dumps(k)
-            if isinstance(v, dict):
-                table(key, v)
-            elif isinstance(v, list) and v and isinstance(v[0], dict):
-                for row in v:
-                    out.append(f"[[{key}]]")
-                    scalars = {a: b for a, b in row.items() if not isinstance(b, dict)}
-                    out.extend(f"{json.dumps(a)} = {json.dumps(b)}" for a, b in scalars.items())
-                    for a, b in row.items():
-                        if isinstance(b, dict):
-                            table(f"{key}.{json.dumps(a)}", b)
-
-    table("", data)
-    return "\n".join(out) + "\n"
 
 
 @contextlib.asynccontextmanager
@@ -180,7 +156,7 @@ async def mesh(
     nats_port = free_port()
     nats_url = f"nats://127.0.0.1:{nats_port}"
     config = directory / "talaria.toml"
-    config.write_text(toml(settings))
+    config.write_text(tomli_w.dumps(settings))
     nats_conf = directory / "nats.conf"
     nats_conf.write_text(
         f"listen: 127.0.0.1:{nats_port}\nmax_payload: 8388608\njetstream {{ store_dir: {json.dumps(str(directory / 'js'))} }}\n"
