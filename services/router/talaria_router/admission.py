@@ -47,9 +47,8 @@ def excess_ms(candidate: Candidate, config: RouterConfig) -> float:
     instance is served late rather than never. Half at most goes to leases: those who might return must not lock out
     those who are here.
     """
-    half = config.budget_ms / 2
-    wait = candidate.wait_ms - max(0.0, candidate.lease_ms - half)
-    return wait + min(candidate.own_ms, half) - config.budget_ms
+    budget = config.budget_ms
+    return candidate.floor_ms + min(candidate.own_ms, budget / 2) - budget
 
 
 def too_long(call: Call, model: ModelState) -> bool:

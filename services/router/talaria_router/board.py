@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from talaria_router.cluster import Cluster
 from talaria_router.cost import Place, place_of
@@ -26,14 +26,17 @@ Rank = tuple[float, int, str]
 class Board:
     """The places of one model."""
 
-    __slots__ = ("dirty", "fresh", "full", "held", "least_prefill", "places", "unready")
+    __slots__ = ("_budget_ms", "busy", "dirty", "fresh", "full", "held", "least_prefill", "places", "unready")
 
-    def __init__(self, iids: Iterable[str]) -> None:
+    def __init__(self, iids: Iterable[str], budget_ms: float) -> None:
+        self._budget_ms = budget_ms
         self.places: dict[str, Place] = {}
         self.held: list[Rank] = []
         """Where the model is held, cheapest first."""
         self.fresh: list[Rank] = []
         """Where it would have to be opened, cheapest first."""
+        self.busy: list[tuple[float, str]] = []
+        """(floor_ms, iid) where the round check refuses any call, the least busy first."""
         self.full: dict[str, None] = {}
         """Where as many calls wait as the instance accepts."""
         self.unready: Counter[str] = Counter()
@@ -46,13 +49,15 @@ class Board:
         """Add or replace a place."""
         self.drop(place.iid)
         self.places[place.iid] = place
+        self.least_prefill = min(self.least_prefill, place.prefill_ms_per_token)
         if place.unready:
             self.unready[place.unready] += 1
         elif place.full:
             self.full[place.iid] = None
+        elif self._busy(place):
+            insort(self.busy, (place.floor_ms, place.iid))
         else:
             insort(self._side(place), (place.base_ms, place.calls, place.iid))
-        self.least_prefill = min(self.least_prefill, place.prefill_ms_per_token)
 
     def fill(self, places: dict[str, Place]) -> None:
         """Many at once, into an empty board: sorted once."""
@@ -63,10 +68,13 @@ class Board:
                 self.unready[place.unready] += 1
             elif place.full:
                 self.full[place.iid] = None
+            elif self._busy(place):
+                self.busy.append((place.floor_ms, place.iid))
             else:
                 self._side(place).append((place.base_ms, place.calls, place.iid))
         self.held.sort()
         self.fresh.sort()
+        self.busy.sort()
 
     def drop(self, iid: str) -> None:
         """Forget a place, if it is there."""
@@ -77,9 +85,26 @@ class Board:
             self.unready[old.unready] -= 1
         elif old.full:
             del self.full[iid]
+        elif self._busy(old):
+            del self.busy[bisect_left(self.busy, (old.floor_ms, iid))]
         else:
             side = self._side(old)
             del side[bisect_left(side, (old.base_ms, old.calls, iid))]
+
+    def open(self, iid: str) -> bool:
+        """Whether the place is in `held`."""
+        place = self.places.get(iid)
+        if place is None or place.unready or place.full or self._busy(place):
+            return False
+        return place.model.state in HELD
+
+    def shut(self) -> Iterator[tuple[str, int, Iterator[str]]]:
+        """Places that a check refuses whatever the call: (reason, how many, their ids from the least busy one on)."""
+        yield "queue", len(self.full), iter(self.full)
+        yield "round", len(self.busy), (iid for _, iid in self.busy)
+
+    def _busy(self, place: Place) -> bool:
+        return place.measured and place.floor_ms > self._budget_ms
 
     def _side(self, place: Place) -> list[Rank]:
         return self.held if place.model.state in HELD else self.fresh
@@ -88,7 +113,8 @@ class Board:
 class Boards:
     """All boards, over live tables, which it only reads (but for their lists of what changed)."""
 
-    def __init__(self, cluster: Cluster, overlay: Overlay, profiles: Profiles) -> None:
+    def __init__(self, cluster: Cluster, overlay: Overlay, profiles: Profiles, budget_ms: float) -> None:
+        self._budget_ms = budget_ms
         self._cluster = cluster
         self._overlay = overlay
         self._profiles = profiles
@@ -99,7 +125,7 @@ class Boards:
         self._take_changes()
         board = self._boards.get(model)
         if board is None:
-            board = self._boards[model] = Board(self._cluster.serving(model))
+            board = self._boards[model] = Board(self._cluster.serving(model), self._budget_ms)
         if board.dirty:
             self._refresh(model, board)
         return self._boards[model]
@@ -117,7 +143,7 @@ class Boards:
 
     def _refresh(self, model: str, board: Board) -> None:
         if len(board.dirty) * 4 > len(board.places):  # cheaper from the start: one sort instead of many insertions
-            fresh = Board(())
+            fresh = Board((), self._budget_ms)
             places = {iid: p for iid, p in board.places.items() if iid not in board.dirty}
             for iid in board.dirty:
                 place = self._place(iid, model)
@@ -139,4 +165,4 @@ class Boards:
         state = instance.models.get(model) if instance is not None else None
         if instance is None or state is None:
             return None
-        return place_of(instance, state, self._overlay, self._profiles)
+        return place_of(instance, state, self._overlay, self._profiles, self._budget_ms / 2)

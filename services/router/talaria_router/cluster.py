@@ -62,6 +62,7 @@ class Cluster:
         self.changed: set[str] = set()
         """Instances that came, went, or say something new of their load: for whoever keeps figures of them."""
         self._active: dict[str, set[str]] = {}
+        self._unindexed = False
 
     @property
     def following(self) -> bool:
@@ -106,11 +107,14 @@ class Cluster:
             late = self._heartbeat_s * self._missed
             removed += [i for i, known in self._instances.items() if i not in here and now - known.seen_at > late]
         gone = [iid for iid in removed if self._remove(iid)]
+        self._index()
         return fresh, gone
 
     def heard(self, now: float, snapshot: Snapshot) -> bool:
         """Take in a snapshot that came straight from its instance; False if it is old."""
-        return self._take(now, snapshot, None, now)
+        took = self._take(now, snapshot, None, now)
+        self._index()
+        return took
 
     def watch(self, now: float) -> bool | None:
         """Whether following is to be switched on (True) or off (False) now; None: leave it."""
@@ -202,18 +206,21 @@ class Cluster:
                 self._active.setdefault(name, set()).add(iid)
             elif name in self._active:
                 self._active[name].discard(iid)
-        if old is None or old.models.keys() != models.keys():
-            self._index()
+        self._unindexed = self._unindexed or old is None or old.models.keys() != models.keys()
         return True
 
     def _remove(self, iid: str) -> bool:
         if self._instances.pop(iid, None) is None:
             return False
         self.changed.add(iid)
-        self._index()
+        self._unindexed = True
         return True
 
     def _index(self) -> None:
+        """Who serves what, once per message: with many instances it is not for nothing."""
+        if not self._unindexed:
+            return
+        self._unindexed = False
         serving: dict[str, list[str]] = {}
         active: dict[str, set[str]] = {}
         for iid in sorted(self._instances):

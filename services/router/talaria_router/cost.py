@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 from talaria_common.wire import ModelState, Snapshot
@@ -61,12 +62,13 @@ class Place(NamedTuple):
     round_ms: float
     """Wait for the other models' slots."""
     wait_ms: float
-    """Predicted time before a call's own prefill can start: the round check's figure."""
-    lease_ms: float
+    """Predicted time before a call's own prefill can start."""
     prefill_ms_per_token: float
     restore_ms_per_token: float
     calls: int
     queued: int
+    floor_ms: float
+    """`wait_ms` as the round check counts it (`admission.excess_ms`)."""
     full: bool
     """As many calls of the model wait there as the instance accepts: it would reject one more."""
     measured: bool
@@ -81,15 +83,15 @@ class Candidate(NamedTuple):
     act_ms: float
     total_ms: float
     wait_ms: float
-    """Predicted time before its own prefill can start: the round check's figure."""
+    """Predicted time before its own prefill can start."""
     own_ms: float
     """Its own prefill and recovery."""
-    lease_ms: float
-    """Part of `wait_ms`: what the live leases of its model charge there."""
     queue_ms: float
     """Part of `wait_ms`: work of its own model."""
     round_ms: float
     """Part of `wait_ms`: the other models' slots."""
+    floor_ms: float
+    """`wait_ms` less what the leases charge beyond their share: the round check's figure."""
     kv: Kv
     reused_tokens: int
     """Prompt tokens whose KV is there."""
@@ -124,8 +126,13 @@ def handle_valid(entry: Entry, instance: Instance, model: ModelState) -> bool:
     return entry.iid_epoch == instance.snapshot.epoch and entry.kv_epoch >= model.kv_epoch
 
 
-def place_of(instance: Instance, model: ModelState, overlay: Overlay, profiles: Profiles) -> Place:
-    """`model` on `instance` as it stands: snapshot, overlay and profiles."""
+def place_of(
+    instance: Instance, model: ModelState, overlay: Overlay, profiles: Profiles, lease_cap_ms: float = math.inf
+) -> Place:
+    """`model` on `instance` as it stands: snapshot, overlay and profiles.
+
+    `lease_cap_ms`: what leases may take of the round check's budget at most.
+    """
     snapshot = instance.snapshot
     iid = snapshot.iid
     profile = profiles.of(iid, model)
@@ -138,6 +145,7 @@ def place_of(instance: Instance, model: ModelState, overlay: Overlay, profiles: 
     queue_ms += batch_wait_ms(model, calls, profile)
     round_ms = round_wait_ms(snapshot, model, overlay, profiles)
     peers = min(calls, model.max_running) if model.max_running else calls
+    wait_ms = queue_ms + round_ms + (profile.switch_ms if model.state == "host" else 0.0)
     return Place(
         iid=iid,
         instance=instance,
@@ -147,12 +155,12 @@ def place_of(instance: Instance, model: ModelState, overlay: Overlay, profiles: 
         act_ms=act_ms,
         queue_ms=queue_ms,
         round_ms=round_ms,
-        wait_ms=queue_ms + round_ms + (profile.switch_ms if model.state == "host" else 0.0),
-        lease_ms=lease_ms,
+        wait_ms=wait_ms,
         prefill_ms_per_token=profile.prefill_ms_per_token,
         restore_ms_per_token=profile.restore_ms_per_token,
         calls=sum(m.queued + m.running for m in snapshot.models) + overlay.calls_on(iid),
         queued=queued,
+        floor_ms=wait_ms - max(0.0, lease_ms - lease_cap_ms),
         full=0 < snapshot.max_queued <= queued,
         measured=profile.measured,
     )
@@ -187,9 +195,9 @@ def candidate_of(call: Call, place: Place) -> Candidate:
         req_ms + kv_ms + place.act_ms,
         place.wait_ms,
         suffix_ms + kv_ms,
-        place.lease_ms,
         place.queue_ms,
         place.round_ms,
+        place.floor_ms,
         kv,
         reused,
         call.prompt_tokens,

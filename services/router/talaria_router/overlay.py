@@ -9,6 +9,7 @@ attempt of its call, or the deadline by which it had to be taken up. Live leases
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 
 from talaria_common.wire import SeenPlacements
@@ -56,6 +57,7 @@ class Overlay:
         self._deadlines: list[tuple[float, str, int]] = []
         self.changed: set[str] = set()
         """Instances whose charges changed: for whoever keeps figures of them."""
+        self._leases: Counter[str] = Counter()
 
     def of(self, iid: str, model: str) -> ModelOverlay:
         """Charges of `model` on `iid`; to be read only."""
@@ -124,7 +126,12 @@ class Overlay:
     def reserve(self, iid: str, model: str, change: int) -> None:
         """A lease was installed (+1) or ended (-1)."""
         self._model(self._instance(iid), model).leases += change
+        self._leases[model] += change
         self.changed.add(iid)
+
+    def leases_of(self, model: str) -> int:
+        """Leases held on `model`, wherever."""
+        return self._leases[model]
 
     def expire(self, now: float) -> int:
         """Drop the placements whose time to be taken up has passed; returns how many."""

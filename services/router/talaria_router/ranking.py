@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 
 from talaria_router.admission import Demand, check, excess_ms, replica_gain_ms, replica_price_ms
 from talaria_router.board import HELD, Board, Boards
@@ -122,11 +123,11 @@ class Ranker:
         scan = _Scan(call, now, self._cluster.ok_since(now), self._config)
         scan.result.reasons.update(+board.unready)
         self._held(scan, board)
-        for n, iid in enumerate(board.full):
-            if n >= EVENT_CANDIDATES:
-                scan.result.reasons["queue"] += len(board.full) - n
-                break
-            scan.take(board.places[iid])
+        for reason, many, iids in board.shut():
+            for iid in islice(iids, EVENT_CANDIDATES):
+                scan.take(board.places[iid])
+            if many > EVENT_CANDIDATES:
+                scan.result.reasons[reason] += many - EVENT_CANDIDATES
         if board.fresh:
             if self._policy.eq2:
                 self._replicas(scan, board, demand)
@@ -146,7 +147,7 @@ class Ranker:
         near = set(call.sharers)
         if call.entry is not None:
             near.add(call.entry.iid)
-        near = {iid for iid in near if iid in board.places and _open(board.places[iid])}
+        near = {iid for iid in near if board.open(iid)}
         totals: list[float] = []
         for iid in near:
             self._admit(scan, board.places[iid], totals)
@@ -184,8 +185,3 @@ class Ranker:
                 scan.admitted.append(candidate)
             else:
                 scan.result.refuse(candidate, "replica")
-
-
-def _open(place: Place) -> bool:
-    """Whether the place is among the board's `held`."""
-    return place.model.state in HELD and not place.unready and not place.full

@@ -86,7 +86,9 @@ class RouterState:
         self.leases = Leases(self.sessions, self.overlay)
         self.cluster = Cluster(config.heartbeat_s, config.missed)
         self.profiles = Profiles(config.admission_unit_ms)
-        self.ranker = Ranker(self.cluster, Boards(self.cluster, self.overlay, self.profiles), config, self.policy)
+        self.ranker = Ranker(
+            self.cluster, Boards(self.cluster, self.overlay, self.profiles, config.budget_ms), config, self.policy
+        )
         self.calls = Calls()
         self.waiting: dict[str, Waiting] = {}
         self.probing: dict[str, str] = {}
@@ -112,8 +114,7 @@ class RouterState:
         """Eq. 2's demand for `model`: arrivals seen and returns reserved."""
         arrivals = self.arrivals.get(model)
         rate = arrivals.per_s(now, self.config.control_window_s) if arrivals else 0.0
-        reserved = sum(self.overlay.of(iid, model).leases for iid in self.cluster.serving(model))
-        return Demand(rate, reserved)
+        return Demand(rate, self.overlay.leases_of(model))
 
 
 class Turn:
