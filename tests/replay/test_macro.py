@@ -67,7 +67,7 @@ def life(
         if wake is None:
             break
         clock.set(wake)
-        engine.horizon = clock.now() + driver.slot_remaining_ms / 1000
+        engine.horizon = clock.now() + driver.boundary_ms / 1000
         turns += 1
         assert turns < 200_000
         for report in driver.turn(clock.now()):

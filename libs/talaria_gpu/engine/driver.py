@@ -116,9 +116,9 @@ class SlotDriver:
         return reports
 
     @property
-    def slot_remaining_ms(self) -> float:
-        """See `SlotScheduler.slot_remaining_ms`."""
-        return self._scheduler.slot_remaining_ms(self._clock.now())
+    def boundary_ms(self) -> float:
+        """See `SlotScheduler.boundary_ms`."""
+        return self._scheduler.boundary_ms(self._clock.now())
 
     def status(self) -> Status:
         """What the heartbeat says."""

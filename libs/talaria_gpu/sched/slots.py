@@ -20,6 +20,7 @@ prefill)` and at most the two steps that cross these two ends.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -151,6 +152,15 @@ class SlotScheduler:
             return 0.0
         if self._next_other() is None:
             return self._config.slot_ms
+        return max(0.0, self._config.slot_ms - (now - slot.opened) * 1000)
+
+    def boundary_ms(self, now: float) -> float:
+        """Until time alone changes what it asks for: a macro-step (sim engine) must be over by then. inf: never."""
+        slot = self._slot
+        if slot is None or self._next_other() is None:
+            return math.inf
+        if slot.phase is Phase.DFIN:
+            return max(0.0, max(self._config.drain_ms, slot.prefill_ms) - (now - slot.drain_from) * 1000)
         return max(0.0, self._config.slot_ms - (now - slot.opened) * 1000)
 
     # --- what it is told

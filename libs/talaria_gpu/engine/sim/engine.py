@@ -112,6 +112,10 @@ class SimEngine:
         """Calls of the model that hold device KV."""
         return len(self._pools[model].running)
 
+    def kv_used_tokens(self, model: str) -> int:
+        """Device rows that the model's running calls and cached prefixes hold."""
+        return self._pools[model].used
+
     def load(self, model: str) -> ModelLoad:
         """Current load of one model."""
         return self._pools[model].load()

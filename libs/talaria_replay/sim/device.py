@@ -1,0 +1,154 @@
+"""Profiles as a sim engine's device: what fits, and how long prefill, decode and switches take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from talaria_gpu.engine.sim.device import ModelSpec, Phases
+from talaria_replay.sim.profiles import (
+    CalibrationName,
+    Hardware,
+    Model,
+    Points,
+    ProfileError,
+    Roofline,
+    fit,
+    parse_decode,
+    parse_prefill,
+)
+
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """One model's curves on one device, ms.
+
+    prefill = fixed + per_token·Σnew + per_pair·Σ(new·cached + new²/2), or with `power`, fixed·(Σnew)^power;
+    decode step = fixed + per_call·batch + per_context·Σcontext.
+    """
+
+    prefill_fixed: float
+    prefill_token: float
+    prefill_pair: float
+    decode_fixed: float
+    decode_call: float
+    decode_context: float
+    prefill_power: float = 0.0
+    source: str = ""
+
+    def prefill_ms(self, parts: Sequence[tuple[int, int]]) -> float:
+        """One batch of (cached, new) tokens."""
+        new = sum(n for _, n in parts)
+        if self.prefill_power:
+            return self.prefill_fixed * math.exp(self.prefill_power * math.log(max(1, new)))
+        pairs = sum(n * (c + n / 2) for c, n in parts)
+        return self.prefill_fixed + self.prefill_token * new + self.prefill_pair * pairs
+
+    def decode_ms(self, batch: int, context: int, steps: int) -> float:
+        """So many iterations, the contexts growing by one token each."""
+        first = self.decode_fixed + self.decode_call * batch + self.decode_context * context
+        return steps * first + self.decode_context * batch * steps * (steps - 1) / 2
+
+
+def times(model: Model, hw: Hardware, calibration: CalibrationName) -> Times:
+    """The curves of `model` on `hw`. Raises ProfileError where the profile has no such calibration."""
+    if calibration == "roofline":
+        if model.roofline is None:
+            raise ProfileError(f"model {model.name}: it has no [roofline]")
+        return _roofline(model.roofline, model, hw)
+    points = model.aic.get(hw.name)
+    if points is None:
+        raise ProfileError(f"model {model.name}: no [aic.{hw.name}]; there is {', '.join(model.aic) or 'none'}")
+    d0, d1, d2 = fit([((1.0, b, c), ms) for b, c, ms in parse_decode(points)])
+    if calibration == "aic":
+        p0, p1, p2 = fit([((1.0, n, n * (c + n / 2)), ms) for c, n, ms in parse_prefill(points)])
+        return Times(p0, p1, p2, d0, d1, d2, source=points.source)
+    if model.paper is None:
+        raise ProfileError(f"model {model.name}: it has no [paper]")
+    factor, power = _power(model.paper)
+    return Times(factor, 0.0, 0.0, d0, d1, d2, prefill_power=power, source=model.paper.source)
+
+
+def _power(points: Points) -> tuple[float, float]:
+    """A power law through two points: the paper gives no third, nor any of a short prompt."""
+    (n0, t0), (n1, t1) = sorted((int(n), ms) for n, ms in points.prefill_ms.items())
+    power = math.log(t1 / t0) / math.log(n1 / n0)
+    return t0 / n0**power, power
+
+
+def _roofline(r: Roofline, model: Model, hw: Hardware) -> Times:
+    flops = hw.gpus * hw.bf16_tflops * 1e12 * r.efficiency
+    bandwidth = hw.gpus * hw.hbm_tb_s * 1e12 * r.bandwidth_efficiency
+    return Times(
+        prefill_fixed=r.step_overhead_ms,
+        prefill_token=2 * r.active_params / flops * 1000,
+        prefill_pair=0.0,
+        decode_fixed=r.step_overhead_ms + 2 * r.active_params / bandwidth * 1000,
+        decode_call=0.0,
+        decode_context=model.kv_bytes_per_token * copies(model, hw) / bandwidth * 1000,
+        source=r.source,
+    )
+
+
+def copies(model: Model, hw: Hardware) -> int:
+    """How often each token's KV is kept over the group's GPUs."""
+    return max(1, hw.gpus // model.kv_heads)
+
+
+def kv_capacity_tokens(model: Model, hw: Hardware) -> int:
+    """Tokens of KV beside the model's weights. Raises ProfileError when not even the weights fit."""
+    room = hw.gpus * hw.hbm_gib * GIB * hw.usable - model.weight_gb * 1e9
+    room -= model.max_running * model.state_mb_per_sequence * 1e6
+    tokens = int(room / (model.kv_bytes_per_token * copies(model, hw)))
+    if tokens < 1024:
+        raise ProfileError(f"model {model.name} does not fit {hw.name}: {tokens} tokens of KV would be left")
+    return tokens
+
+
+class ProfiledDevice:
+    """A `talaria_gpu.engine.sim.device.Device` of profiles.
+
+    Args:
+        hw: the GPU group.
+        models: by the name that calls use.
+        calibration: which timing.
+    """
+
+    def __init__(self, hw: Hardware, models: Mapping[str, Model], calibration: CalibrationName) -> None:
+        self.hw = hw
+        self.times = {name: times(m, hw, calibration) for name, m in models.items()}
+        self._models = dict(models)
+        self._specs = {name: self._spec(m) for name, m in models.items()}
+
+    def _spec(self, model: Model) -> ModelSpec:
+        capacity = kv_capacity_tokens(model, self.hw)
+        return ModelSpec(
+            kv_capacity_tokens=capacity,
+            context_tokens=min(capacity, model.context_tokens),
+            max_running=model.max_running,
+            weight_bytes=int(model.weight_gb * 1e9),
+            kv_bytes_per_token=model.kv_bytes_per_token * copies(model, self.hw),
+            prefill_tokens=model.prefill_tokens,
+        )
+
+    def spec(self, model: str) -> ModelSpec:
+        """What the device holds of it."""
+        return self._specs[model]
+
+    def prefill_ms(self, model: str, parts: Sequence[tuple[int, int]]) -> float:
+        """One prefill batch."""
+        return self.times[model].prefill_ms(parts)
+
+    def decode_ms(self, model: str, batch: int, context_tokens: int, steps: int) -> float:
+        """Decode iterations."""
+        return self.times[model].decode_ms(batch, context_tokens, steps)
+
+    def switch_ms(self, source: str | None, target: str) -> Phases:
+        """All weights from host: every rank loads its share at once (H2D path of appendix D)."""
+        hw = self.hw
+        load = self._models[target].weight_gb / hw.gpus / hw.h2d_gb_s * 1000
+        first = hw.phase1_ms if source is not None else 0.0
+        return (first, load, hw.phase3_ms, hw.phase4_ms, hw.phase5_ms)

@@ -1,0 +1,166 @@
+"""One simulated instance: the production instance core, slot driver and scheduler around a sim engine on a profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from talaria_common.settings import InstanceSettings
+from talaria_common.wire import ForwardHead
+from talaria_gpu.engine.driver import SlotDriver
+from talaria_gpu.engine.ipc import Abort, Ready, Report, SlotEnded, Submit, Switched
+from talaria_gpu.engine.sim import SimEngine
+from talaria_gpu.sched.slots import SlotConfig
+from talaria_gpu.text.byte_tokenizer import ByteTokenizer
+from talaria_instance.core import InstanceCore
+from talaria_instance.messages import (
+    Answer,
+    CallKey,
+    CancelCall,
+    Effect,
+    EngineSaid,
+    EngineStarting,
+    Forward,
+    KillEngine,
+    Message,
+    Prepare,
+    Prepared,
+    Prompt,
+    Publish,
+    StartEngine,
+    Tell,
+    Tick,
+)
+from talaria_replay.sim.device import ProfiledDevice
+from talaria_replay.sim.events import EventHeap, Timer
+from talaria_replay.sim.laws import InstanceLaws
+
+SKEW_S = 2.0
+
+
+class SimInstance:
+    """Feeds the core and the driver in virtual time.
+
+    Args:
+        heap: of the simulation.
+        settings: the instance's.
+        device: its hardware.
+        config: slot budgets.
+        prompt: the prompt of a call, as the simulated body is not text.
+        tokenize_s: time to tokenise so many bytes.
+        out: takes the core's answers and publications.
+        heartbeat_s: between ticks.
+    """
+
+    def __init__(
+        self,
+        heap: EventHeap,
+        settings: InstanceSettings,
+        device: ProfiledDevice,
+        config: SlotConfig,
+        *,
+        prompt: Callable[[str], Prompt],
+        tokenize_s: Callable[[int], float],
+        out: Callable[[str, Answer | Publish], None],
+        heartbeat_s: float,
+    ) -> None:
+        self.iid = settings.id
+        self.slots: list[tuple[float, SlotEnded]] = []
+        """(end, slot), seconds."""
+        self.switches: list[tuple[float, Switched]] = []
+        self._heap = heap
+        self._clock = heap.clock
+        self._prompt = prompt
+        self._tokenize_s = tokenize_s
+        self._out = out
+        self._heartbeat_s = heartbeat_s
+        self.engine = SimEngine(settings, heap.clock, device, macro=True)
+        self.driver = SlotDriver(self.engine, config, heap.clock, stuck_s=math.inf)
+        tokenizer = ByteTokenizer()
+        self.core = InstanceCore(
+            settings, "0", dict.fromkeys(settings.models, tokenizer), skew_s=SKEW_S, heartbeat_s=heartbeat_s
+        )
+        self.laws = InstanceLaws(self.iid, self.engine, heap.clock.now())
+        self._generation = 0
+        self._wake: Timer | None = None
+
+    def start(self, offset_s: float) -> None:
+        """The engine is there at once; heartbeats begin after `offset_s`."""
+        self._carry(self.core.start())
+        self._tell_core(EngineStarting(self._generation))
+        infos = list(self.engine.models().values())
+        self._said(Ready(models=infos, buffer_bytes=self.engine.buffer_bytes, pid=0))
+        self._heap.after(offset_s, self._beat)
+
+    def forward(self, handle: object, head: ForwardHead, body_bytes: int) -> None:
+        """A call arrives."""
+        self._tell_core(Forward(handle, head, bytes(body_bytes)))
+
+    def cancel(self, message: CancelCall) -> None:
+        """An api gives a call up."""
+        self._tell_core(message)
+
+    def _beat(self) -> None:
+        self._said(self.driver.status())
+        self._tell_core(Tick())
+        self._heap.after(self._heartbeat_s, self._beat)
+
+    # --- the core
+
+    def _tell_core(self, message: Message) -> None:
+        self._carry(self.core.handle(self._clock.now(), message))
+
+    def _said(self, report: Report) -> None:
+        self._tell_core(EngineSaid(self._generation, report))
+
+    def _carry(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Answer() | Publish():
+                    self._out(self.iid, effect)
+                case Prepare(key=key, body=body):
+                    self._heap.after(self._tokenize_s(len(body)), lambda k=key: self._prepared(k))  # type: ignore[misc]
+                case Tell(command=Submit(call=call)):
+                    self._reports(self.driver.submit(call))
+                    self._pump()
+                case Tell(command=Abort(rid=rid)):
+                    self._reports(self.driver.abort(rid))
+                    self._pump()
+                case StartEngine(generation=generation):
+                    self._generation = generation
+                case KillEngine():
+                    raise AssertionError(f"{self.iid}: the core gave its engine up: {self.core.reason}")
+                case Tell():
+                    pass  # status requests and the end: there is no other process here
+
+    def _prepared(self, key: CallKey) -> None:
+        self._tell_core(Prepared(key, self._prompt(key.rid)))
+
+    # --- the engine
+
+    def _pump(self) -> None:
+        """Wake the driver when it next has something to do."""
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        wait = self.driver.next_wakeup()
+        if wait is not None:
+            self._wake = self._heap.after(wait, self._turn)
+
+    def _turn(self) -> None:
+        self._wake = None
+        now = self._clock.now()
+        self.engine.horizon = now + self.driver.boundary_ms / 1000
+        reports = self.driver.turn(now)
+        self.laws.after_turn()
+        self._reports(reports)
+        self._pump()
+
+    def _reports(self, reports: list[Report]) -> None:
+        for report in reports:
+            if isinstance(report, SlotEnded):
+                self.laws.slot(self._clock.now(), report)
+                self.slots.append((self._clock.now(), report))
+            elif isinstance(report, Switched):
+                self.switches.append((self._clock.now(), report))
+            self._said(report)

@@ -1,0 +1,72 @@
+"""What must hold in every simulation, checked while it runs: a breach is a bug, and no result is given."""
+
+from __future__ import annotations
+
+from talaria_gpu.engine.ipc import SlotEnded
+from talaria_gpu.engine.sim import SimEngine
+
+_EPS_MS = 1e-3
+
+
+class LawError(AssertionError):
+    """A conservation law was broken."""
+
+
+class InstanceLaws:
+    """KV never above capacity; wall = active + switch for each slot, and all slots fit in the time that passed."""
+
+    def __init__(self, iid: str, engine: SimEngine, start: float) -> None:
+        self._iid = iid
+        self._engine = engine
+        self._capacity = {name: info.kv_capacity_tokens for name, info in engine.models().items()}
+        self._start = start
+        self._slots_ms = 0.0
+        self.kv_peak = dict.fromkeys(self._capacity, 0)
+        """Most device rows in use, tokens, by model."""
+
+    def after_turn(self) -> None:
+        """After each turn of the driver."""
+        active = self._engine.active
+        if active is None:
+            return
+        used = self._engine.kv_used_tokens(active)
+        if used > self._capacity[active]:
+            raise LawError(f"{self._iid}: {active} holds {used} KV tokens of {self._capacity[active]}")
+        self.kv_peak[active] = max(self.kv_peak[active], used)
+
+    def slot(self, now: float, slot: SlotEnded) -> None:
+        """A slot ended."""
+        if abs(slot.wall_ms - slot.active_ms - slot.switch_ms) > _EPS_MS:
+            raise LawError(f"{self._iid}: wall {slot.wall_ms} is not active {slot.active_ms} + {slot.switch_ms}")
+        self._slots_ms += slot.wall_ms
+        if self._slots_ms > (now - self._start) * 1000 + 1.0:
+            raise LawError(f"{self._iid}: slots of {self._slots_ms} ms in {(now - self._start) * 1000} ms")
+
+    def end(self) -> None:
+        """Nothing is unfinished: nothing may have leaked."""
+        self._engine.check_idle()
+
+
+class CallLaws:
+    """Each call ends exactly once."""
+
+    def __init__(self) -> None:
+        self._begun: set[tuple[str, int]] = set()
+        self._ended: set[tuple[str, int]] = set()
+
+    def begin(self, session: str, call: int) -> None:
+        """It goes out for the first time."""
+        if (session, call) in self._begun:
+            raise LawError(f"call {call} of {session} began twice")
+        self._begun.add((session, call))
+
+    def ended(self, session: str, call: int) -> None:
+        """It was answered, or failed for good."""
+        if (session, call) in self._ended or (session, call) not in self._begun:
+            raise LawError(f"call {call} of {session} ended twice, or never began")
+        self._ended.add((session, call))
+
+    def end(self) -> None:
+        """At the end of the simulation."""
+        if self._begun != self._ended:
+            raise LawError(f"{len(self._begun - self._ended)} calls never ended")

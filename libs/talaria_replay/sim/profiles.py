@@ -1,0 +1,188 @@
+"""Hardware and models as files that a person can write, with the source of each number beside it.
+
+A profile is TOML: `hardware/NAME.toml` describes one GPU group (an instance's device), `models/NAME.toml` one model.
+The shipped ones are in `talaria_replay/profiles`; a path to a file of one's own does as well. A model's file may hold
+three kinds of timing; `CALIBRATIONS` says what each is worth.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+CalibrationName = Literal["paper", "aic", "roofline"]
+CALIBRATIONS: dict[str, str] = {
+    "paper": "component figures that the paper itself gives (recompute TTFT of two prefix lengths); decode from aic",
+    "aic": "operator tables measured by NVIDIA, composed by aiconfigurator-core 0.12.0: estimates, not measurements",
+    "roofline": "floating-point and bandwidth limits at stated efficiencies: an estimate for models without tables",
+}
+
+
+class ProfileError(ValueError):
+    """A profile is wrong or missing; the message names file and key."""
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Hardware(_Table, frozen=True):
+    """One GPU group. GB = 1e9 bytes, GiB = 2^30."""
+
+    name: str
+    about: str
+    gpus: int
+    hbm_gib: float
+    """Per GPU."""
+    usable: float
+    """Share of HBM for weights and KV."""
+    h2d_gb_s: float
+    """Per GPU, with all of the group loading at once."""
+    d2d_gb_s: float
+    """Per GPU: a copy within its HBM, bytes moved per second."""
+    host_gib: float
+    """Host memory for KV, of the group."""
+    phase1_ms: float
+    """Switch phases beside the weights (appendix D)."""
+    phase3_ms: float
+    phase4_ms: float
+    phase5_ms: float
+    bf16_tflops: float = 0.0
+    """Per GPU, dense; for roofline."""
+    hbm_tb_s: float = 0.0
+    """Per GPU; for roofline."""
+
+
+class Points(_Table, frozen=True):
+    """Measured or composed times, ms: the simulator fits its curves to them (`fit`)."""
+
+    source: str
+    prefill_ms: dict[str, float]
+    """Tokens of one prompt, nothing cached → ms."""
+    incr_prefill_ms: dict[str, float] = {}
+    """"new+cached" tokens → ms."""
+    decode_step_ms: dict[str, float] = {}
+    """"bBATCH@CONTEXT" → ms of one iteration."""
+
+
+class Roofline(_Table, frozen=True):
+    """What a roofline estimate needs."""
+
+    source: str
+    active_params: float
+    """Parameters used for one token."""
+    efficiency: float
+    """Share of peak FLOPs in prefill."""
+    bandwidth_efficiency: float
+    """Share of peak bandwidth in decode."""
+    step_overhead_ms: float
+    """Launches and communication of one step."""
+
+
+class Model(_Table, frozen=True):
+    """One model."""
+
+    name: str
+    about: str
+    weight_gb: float
+    kv_bytes_per_token: int
+    """Of one copy of its KV."""
+    kv_heads: int
+    """With more GPUs than heads each head's KV is kept more than once; 1 for a latent (MLA)."""
+    context_tokens: int
+    max_running: int
+    prefill_tokens: int
+    """A prefill batch takes no more calls once it has so many tokens."""
+    state_mb_per_sequence: float = 0.0
+    """Recurrent state, on top of the KV."""
+    aic: dict[str, Points] = {}
+    """By hardware."""
+    paper: Points | None = None
+    roofline: Roofline | None = None
+
+
+T = TypeVar("T", Hardware, Model)
+
+
+def _load(kind: str, cls: type[T], name: str) -> T:
+    path = Path(name)
+    if path.suffix == ".toml":
+        where = str(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as e:
+            raise ProfileError(f"{where}: {e.strerror}") from e
+    else:
+        file = resources.files("talaria_replay").joinpath("profiles", kind, f"{name}.toml")
+        where = f"{kind}/{name}.toml"
+        if not file.is_file():
+            raise ProfileError(f"no {kind} profile {name!r}: there are {', '.join(names(kind))}, or give a .toml file")
+        text = file.read_text(encoding="utf-8")
+    try:
+        return msgspec.convert(tomllib.loads(text), cls)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as e:
+        raise ProfileError(f"{where}: {e}") from e
+
+
+def names(kind: str) -> list[str]:
+    """The shipped profiles of a kind."""
+    folder = resources.files("talaria_replay").joinpath("profiles", kind)
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def hardware(name: str) -> Hardware:
+    """A shipped one by name, or a file. Raises ProfileError."""
+    return _load("hardware", Hardware, name)
+
+
+def model(name: str) -> Model:
+    """A shipped one by name, or a file. Raises ProfileError."""
+    return _load("models", Model, name)
+
+
+def fit(rows: Sequence[tuple[Sequence[float], float]]) -> list[float]:
+    """Non-negative weights w that make sum(w·x) come close to y, by relative error: coordinate descent, deterministic.
+
+    Args:
+        rows: (features, y > 0) of each point.
+    """
+    scaled = [[x / y for x in features] for features, y in rows]
+    width = len(scaled[0])
+    size = [max([row[j] for row in scaled] + [1e-300]) for j in range(width)]
+    table = [[row[j] / size[j] for j in range(width)] for row in scaled]
+    w = [0.0] * width
+    for _ in range(3000):
+        for j in range(width):
+            column = [row[j] for row in table]
+            rest = [1.0 - sum(row[k] * w[k] for k in range(width) if k != j) for row in table]
+            w[j] = max(0.0, sum(c * r for c, r in zip(column, rest, strict=True)) / sum(c * c for c in column))
+    return [v / s for v, s in zip(w, size, strict=True)]
+
+
+def parse_prefill(points: Points) -> list[tuple[int, int, float]]:
+    """(cached, new, ms) of all prefill points."""
+    out = [(0, int(n), ms) for n, ms in points.prefill_ms.items()]
+    for key, ms in points.incr_prefill_ms.items():
+        new, cached = key.split("+")
+        out.append((int(cached), int(new), ms))
+    return out
+
+
+def parse_decode(points: Points) -> list[tuple[int, int, float]]:
+    """(batch, tokens of all its contexts, ms) of all decode points."""
+    out = []
+    for key, ms in points.decode_step_ms.items():
+        batch, context = key.removeprefix("b").split("@")
+        out.append((int(batch), int(batch) * int(context), ms))
+    return out
+
+
+def describe(kind: str) -> list[dict[str, Any]]:
+    """Name and about of the shipped profiles."""
+    load = hardware if kind == "hardware" else model
+    return [{"name": n, "about": load(n).about} for n in names(kind)]

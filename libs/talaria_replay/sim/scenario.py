@@ -1,0 +1,90 @@
+"""What is simulated: instances, policies and how sessions start; and what of it can be simulated at all today."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from talaria_replay.sim.profiles import CalibrationName
+
+MECHANISMS = {
+    "sp": "mid-slot admission: any call that comes while its model's slot is open is prefilled there",
+    "hkvr": "KV in host memory over a switch",
+    "staging": "weights staged on the device before a switch",
+}
+BUILT = frozenset({"sp"})
+"""Mechanisms that the production scheduler and the sim engine have today; the others are never imitated here."""
+ABLATIONS: Mapping[str, frozenset[str]] = {
+    "talaria": frozenset({"sp", "hkvr", "staging"}),
+    "no-sp": frozenset({"hkvr", "staging"}),
+    "no-hkvr": frozenset({"sp", "staging"}),
+    "h2d-only": frozenset({"sp", "hkvr"}),
+    "round-only": frozenset(),
+    "as-built": BUILT,
+}
+"""Configurations by name → the mechanisms that are on. `as-built` is what the code of today does."""
+
+
+class ScenarioError(ValueError):
+    """The scenario cannot be simulated; the message says why."""
+
+
+def check_ablation(name: str) -> None:
+    """Raises ScenarioError when `name` is unknown or needs (or needs switched off) what is not built that way."""
+    if name not in ABLATIONS:
+        raise ScenarioError(f"no configuration {name!r}: there are {', '.join(ABLATIONS)}")
+    wanted = ABLATIONS[name]
+    if wanted != BUILT:
+        missing = sorted(wanted - BUILT)
+        stuck = sorted(BUILT - wanted)
+        why = [f"{m} is not built yet" for m in missing] + [f"{m} cannot be switched off yet" for m in stuck]
+        raise ScenarioError(f"configuration {name!r} cannot be simulated: {'; '.join(why)}")
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Like instances: `count` GPU groups of one kind that serve the same models."""
+
+    hardware: str
+    models: tuple[str, ...]
+    """Profile names, or .toml files."""
+    count: int = 1
+    pool: Literal["hot", "cold"] = "cold"
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One simulation, but for its trace.
+
+    Attributes:
+        calibration: which timing of the model profiles.
+        ablation: configuration of the instances, by name.
+        admission: False: the router refuses no call for its predicted wait (as on a single server, where there is no
+            other place); T_TTFT is then without bound there.
+        overload: what the router does with a call that no instance admits.
+        slot_ms, drain_ms: the slot scheduler's budgets; slot_ms None: what Eq. 5 leaves each model after the switches.
+        stagger_s, concurrent: as in `talaria replay`.
+        hop_ms: one message on the bus; assumed.
+        tokenize_ms_per_ktoken: at the instance; assumed.
+    """
+
+    groups: tuple[Group, ...]
+    calibration: CalibrationName = "paper"
+    ablation: str = "as-built"
+    policy: str = "talaria"
+    tau_s: float = 1.0
+    t_ttft_s: float = 10.0
+    gamma: float = 0.9
+    admission: bool = True
+    overload: Literal["reject", "queue"] = "reject"
+    max_queued: int = 256
+    slot_ms: float | None = None
+    drain_ms: float = 500.0
+    heartbeat_s: float = 0.5
+    gap_cap_s: float = 10.0
+    stagger_s: float = 0.0
+    concurrent: int | None = None
+    deadline_s: float = 86_400.0
+    hop_ms: float = 0.5
+    tokenize_ms_per_ktoken: float = 0.7
+    seed: int = 0
