@@ -64,6 +64,25 @@ class ModelQueue:
         top = max(rank.values())
         return frozenset(rid for rid, r in rank.items() if r == top)
 
+    def ranked(self, now: float, patience_ms: float) -> list[Call]:
+        """The waiting calls, the most urgent first.
+
+        Retracted ones, then those that have waited for `patience_ms`, each in the order they stand; then by priority,
+        deadline and arrival.
+        """
+        place = {rid: i for i, rid in enumerate(self.waiting)}
+
+        def key(call: Call) -> tuple[float, float, int]:
+            rank = self._rank(call, now, patience_ms)
+            deadline = call.deadline or math.inf
+            return (-rank, 0.0 if rank == math.inf else deadline, place[call.rid])
+
+        return sorted(self.waiting.values(), key=key)
+
+    def was_retracted(self, rid: str) -> bool:
+        """Whether a waiting call ran before."""
+        return rid in self._retracted
+
     def first(self, admit: frozenset[str] | None) -> str | None:
         """The first in line among `admit`."""
         return next((rid for rid in self.waiting if admit is None or rid in admit), None)

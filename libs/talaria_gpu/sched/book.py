@@ -1,0 +1,90 @@
+"""The round in progress: its plan, who has had a slot in it, and what it is measured against (Eq. 3-5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from talaria_gpu.engine.contract import PrefixState
+from talaria_gpu.sched.config import RoundConfig
+from talaria_gpu.sched.demand import Batch
+from talaria_gpu.sched.estimates import Estimates, Ewma
+from talaria_gpu.sched.plan import Demand, Limits, RoundPlan, SlotPlan, plan_round
+from talaria_gpu.sched.queue import ModelQueue
+
+
+class RoundBook:
+    """Plans rounds from queues and estimates, and keeps count of them."""
+
+    def __init__(self, config: RoundConfig, estimates: Estimates, queues: Mapping[str, ModelQueue]) -> None:
+        self._config = config
+        self._estimates = estimates
+        self._queues = queues
+        self._sp_ms: dict[str, Ewma] = {}
+        self._served: set[str] = set()
+        self.plan: RoundPlan | None = None
+        self.number = 0
+        self.began = 0.0
+        """Seconds."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether a switch throws the running calls' prefill away."""
+        return not (self._config.suspends and self._config.ablation.hkvr)
+
+    def sp_ms(self, model: str) -> float:
+        """What SP has used of a slot lately."""
+        ewma = self._sp_ms.get(model)
+        return ewma.value if ewma is not None and ewma.value is not None else 0.0
+
+    def begin(
+        self, now: float, models: Sequence[str], prefixes: Mapping[str, PrefixState], out: Mapping[str, int]
+    ) -> None:
+        """A new round over `models`, the first of which has its slot now."""
+        self.number += 1
+        self.began = now
+        self._served = set()
+        self._make(models, prefixes, out)
+
+    def slot(
+        self, now: float, models: Sequence[str], prefixes: Mapping[str, PrefixState], out: Mapping[str, int]
+    ) -> SlotPlan:
+        """The plan for the slot of `models[0]`, the others having work: of this round, or of the next one.
+
+        A model that got work after the round began joins it, and the rest of the round is planned anew.
+        """
+        model = models[0]
+        if self.plan is None or model in self._served:
+            self.begin(now, models, prefixes, out)
+        elif model not in self.plan.slots:
+            self._make(models, prefixes, out)
+        self._served.add(model)
+        assert self.plan is not None
+        return self.plan.slots[model]
+
+    def alone(self) -> None:
+        """There is nobody to share with: no round."""
+        self.plan = None
+        self._served = set()
+
+    def closed(self, model: str, sp_ms: float) -> None:
+        """A slot ended after so much SP."""
+        self._sp_ms.setdefault(model, Ewma()).add(sp_ms)
+
+    def _make(self, models: Sequence[str], prefixes: Mapping[str, PrefixState], out: Mapping[str, int]) -> None:
+        config = self._config
+        limits = Limits(config.slot_ms, config.drain_ms, config.round_limit_ms, config.t_tpot_ms, self.lossy)
+        self.plan = plan_round([self._demand(model, prefixes, out) for model in models], limits)
+
+    def _demand(self, model: str, prefixes: Mapping[str, PrefixState], out: Mapping[str, int]) -> Demand:
+        batch = Batch(model, self._estimates, prefixes, out)
+        first_ms = 0.0
+        for call in self._queues[model].waiting.values():
+            batch.add(call)
+            first_ms = first_ms or batch.cost_ms()
+        return Demand(
+            model,
+            self._estimates.decode_ms(model),
+            self._estimates.to_switch_ms(model),
+            first_ms,
+            batch.cost_ms() + self.sp_ms(model),
+        )

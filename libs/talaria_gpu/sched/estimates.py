@@ -1,0 +1,132 @@
+"""Running estimates of what an engine's work costs, per model: the profiles that planning and routing read (3.3, 3.4).
+
+Fed with measured steps, restores and switches only; what was never measured is unknown (0: the first step teaches it).
+"""
+
+from __future__ import annotations
+
+from talaria_gpu.engine.contract import StepResult
+
+_ALPHA = 0.2
+_FADE = 0.9
+
+
+class Ewma:
+    """An exponentially weighted mean; the first sample is taken whole."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, sample: float) -> None:
+        """Take a sample."""
+        self.value = sample if self.value is None else self.value + _ALPHA * (sample - self.value)
+
+
+class Line:
+    """cost = overhead + slope·tokens, least squares over fading samples; slope through 0 while all are of one size."""
+
+    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, tokens: int, ms: float) -> None:
+        """Take a sample."""
+        self._n = self._n * _FADE + 1
+        self._x = self._x * _FADE + tokens
+        self._y = self._y * _FADE + ms
+        self._xx = self._xx * _FADE + tokens * tokens
+        self._xy = self._xy * _FADE + tokens * ms
+
+    @property
+    def ratio(self) -> float:
+        """Milliseconds per token, overhead included; 0: unknown."""
+        return self._y / self._x if self._x else 0.0
+
+    def at(self, tokens: int) -> float:
+        """Predicted ms of a step with so many tokens; 0: unknown."""
+        if not self._n:
+            return 0.0
+        spread = self._xx * self._n - self._x * self._x
+        slope = self.ratio
+        if spread > 0.01 * self._xx * self._n:
+            # Neither negative overhead nor negative slope is believed: noise of steps of similar size.
+            slope = min(max((self._xy * self._n - self._x * self._y) / spread, 0.0), self.ratio)
+        return (self._y - slope * self._x) / self._n + slope * tokens
+
+
+class Estimates:
+    """Of one engine, by model."""
+
+    def __init__(self) -> None:
+        self._decode: dict[str, Ewma] = {}
+        self._prefill: dict[str, Line] = {}
+        self._restore: dict[str, Line] = {}
+        self._switch: dict[str, Ewma] = {}
+
+    # --- measured
+
+    def step(self, model: str, result: StepResult) -> None:
+        """Learn from a step."""
+        tokens = result.prefilled_tokens + result.recomputed_tokens
+        if result.kind == "decode":
+            self._decode.setdefault(model, Ewma()).add(result.wall_ms)
+        elif result.kind == "prefill" and tokens:
+            self._prefill.setdefault(model, Line()).add(tokens, max(0.0, result.wall_ms - result.restore_ms))
+        if result.restored_tokens:
+            self._restore.setdefault(model, Line()).add(result.restored_tokens, result.restore_ms)
+
+    def switch(self, model: str, ms: float) -> None:
+        """Learn from a switch to `model`."""
+        self._switch.setdefault(model, Ewma()).add(ms)
+
+    # --- predicted, ms
+
+    def decode_ms(self, model: str) -> float:
+        """One decode step."""
+        return _known(self._decode.get(model))
+
+    def prefill_ms(self, model: str, tokens: int) -> float:
+        """One prefill step of so many prompt tokens."""
+        line = self._prefill.get(model)
+        return line.at(tokens) if line and tokens else 0.0
+
+    def restore_ms(self, model: str, tokens: int) -> float:
+        """Bringing so many tokens' KV back from host."""
+        line = self._restore.get(model)
+        return line.at(tokens) if line and tokens else 0.0
+
+    def to_switch_ms(self, model: str) -> float:
+        """A switch to `model`; before the first one, as long as to the others."""
+        known = self._switch.get(model)
+        if known is None and self._switch:
+            return sum(map(_known, self._switch.values())) / len(self._switch)
+        return _known(known)
+
+    # --- as reported
+
+    @property
+    def decode_step_ms(self) -> dict[str, float]:
+        """Milliseconds of one decode step, by model."""
+        return {m: e.value for m, e in self._decode.items() if e.value is not None}
+
+    @property
+    def switch_ms(self) -> dict[str, float]:
+        """Milliseconds of a switch to the model."""
+        return {m: e.value for m, e in self._switch.items() if e.value is not None}
+
+    @property
+    def prefill_ms_per_token(self) -> dict[str, float]:
+        """Milliseconds per prompt token, fixed costs of a step included."""
+        return {m: line.ratio for m, line in self._prefill.items() if line.ratio}
+
+    @property
+    def restore_ms_per_token(self) -> dict[str, float]:
+        """Milliseconds per token restored from host, fixed costs included."""
+        return {m: line.ratio for m, line in self._restore.items() if line.ratio}
+
+
+def _known(ewma: Ewma | None) -> float:
+    return ewma.value if ewma is not None and ewma.value is not None else 0.0
