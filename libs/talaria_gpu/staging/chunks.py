@@ -67,11 +67,15 @@ class ChunkMap:
         """Whether a chunk that touches a page below `page` is being written: its pages must not be taken yet."""
         return any(self.plan.chunks[index].page < page for index in self._writing)
 
+    def bar(self, page: int) -> None:
+        """Begin no chunk that touches a page below `page`."""
+        self._floor = max(self._floor, page)
+
     def reclaim(self, page: int) -> int:
         """Calls take pages below `page`: what is staged there is dirty and nothing more is written. Bytes dirtied."""
         if self.is_writing_below(page):
             raise RuntimeError("pages were taken while a chunk is being written there")
-        self._floor = max(self._floor, page)
+        self.bar(page)
         lost = 0
         while self._low and self.plan.chunks[self._order[self._low - 1]].page < page:
             self._low -= 1

@@ -1,0 +1,197 @@
+"""The bounded host store of weight images; what does not fit waits on disk and is read back in the background."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from talaria_common.errors import EngineError
+from talaria_gpu.weights import memory
+from talaria_gpu.weights.files import ImageFile
+
+Place = Literal["host", "loading", "disk"]
+
+
+@dataclass(slots=True)
+class _Entry:
+    size: int
+    image: torch.Tensor | None
+    used: int
+    file: ImageFile | None = None
+    loading: Future[torch.Tensor] | None = None
+    pins: int = 0
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Since the store was made."""
+
+    loads: int = 0
+    evictions: int = 0
+    loaded_bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+class WeightStore:
+    """Images by model name. Not thread-safe: one caller; reads from disk run in a thread of the store's.
+
+    Evicted under pressure: the image that was used longest ago, never a pinned one.
+
+    Args:
+        capacity_bytes: most bytes of images on the host; None: no bound, and nothing goes to disk.
+        directory: for image files; see `ImageFile`.
+        pin: page-lock images, for a GPU.
+    """
+
+    def __init__(self, capacity_bytes: int | None, directory: Path | None = None, *, pin: bool = False) -> None:
+        self._capacity, self._directory, self._pin = capacity_bytes, directory, pin
+        self._entries: dict[str, _Entry] = {}
+        self._serial = count()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self.stats = StoreStats()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of images that are, or are being read, on the host."""
+        return sum(e.size for e in self._entries.values() if e.image is not None or e.loading is not None)
+
+    def make(self, name: str, size: int) -> torch.Tensor:
+        """Room for a new image of `size` bytes, to be filled and then `put`.
+
+        Raises:
+            EngineError: it does not fit beside what is pinned.
+        """
+        self._make_room(name, size)
+        return memory.allocate(size, pin=self._pin)
+
+    def put(self, name: str, image: torch.Tensor) -> None:
+        """Keep an image that `make` gave."""
+        self._entries[name] = _Entry(size=image.numel(), image=image, used=next(self._serial))
+
+    def place(self, name: str) -> Place:
+        """Where the model's image is."""
+        entry = self._entries[name]
+        self._settle(entry)
+        return "host" if entry.image is not None else "loading" if entry.loading is not None else "disk"
+
+    def prefetch(self, name: str) -> bool:
+        """Start reading the image in the background if it is on disk; whether it is on the host now.
+
+        A read that failed is forgotten here; `acquire` tries again and raises.
+        """
+        entry = self._entries[name]
+        self._settle(entry)
+        if entry.image is None and entry.loading is None:
+            try:
+                self._start(name, entry)
+            except EngineError:  # everything else is pinned: there will be room after a switch
+                return False
+        return entry.image is not None
+
+    def acquire(self, name: str) -> torch.Tensor:
+        """The image, pinned; waits for the disk if it has to.
+
+        Raises:
+            EngineError: it cannot be read, or there is no room for it.
+        """
+        entry = self._entries[name]
+        self._settle(entry)
+        if entry.image is None:
+            if entry.loading is None:
+                self._start(name, entry)
+            self._finish(entry)
+        if entry.image is None:
+            raise EngineError(f"{name}: {self.stats.failures[-1]}")
+        entry.used = next(self._serial)
+        entry.pins += 1
+        return entry.image
+
+    def release(self, name: str) -> None:
+        """Undo one `acquire`; no error if the model was dropped meanwhile."""
+        entry = self._entries.get(name)
+        if entry is not None:
+            entry.pins -= 1
+
+    def drop(self, name: str) -> None:
+        """Forget the model's image, on the host and on disk."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return
+        if entry.loading is not None:
+            self._finish(entry)
+        self._free(entry)
+        if entry.file is not None:
+            entry.file.close()
+
+    def close(self) -> None:
+        """Drop everything."""
+        for name in list(self._entries):
+            self.drop(name)
+        self._loader.shutdown()
+
+    # --- space
+
+    def _make_room(self, name: str, size: int) -> None:
+        if self._capacity is None:
+            return
+        while self.host_bytes + size > self._capacity:
+            idle = {n: e for n, e in self._entries.items() if e.image is not None and not e.pins}
+            if not idle:
+                raise EngineError(
+                    f"the host image of {name} ({size} B) does not fit: {self.host_bytes} B of {self._capacity} B are "
+                    "in use by models that are active, next or being read. Set host_weights_mib to at least "
+                    f"{-(-(self.host_bytes + size) // (1 << 20))}"
+                )
+            self._evict(idle[min(idle, key=lambda n: idle[n].used)])
+
+    def _evict(self, entry: _Entry) -> None:
+        if entry.file is None and entry.image is not None:
+            entry.file = ImageFile(entry.image, self._directory)
+        self._free(entry)
+        self.stats.evictions += 1
+
+    def _free(self, entry: _Entry) -> None:
+        if entry.image is not None:
+            memory.release(entry.image, pin=self._pin)
+            entry.image = None
+
+    # --- the disk
+
+    def _start(self, name: str, entry: _Entry) -> None:
+        file, size, pin = entry.file, entry.size, self._pin
+        if file is None:
+            raise EngineError(f"{name} has no image anywhere")
+        self._make_room(name, size)
+
+        def read() -> torch.Tensor:
+            image = memory.allocate(size, pin=pin)
+            try:
+                file.read(image)
+            except BaseException:
+                memory.release(image, pin=pin)
+                raise
+            return image
+
+        entry.loading = self._loader.submit(read)
+
+    def _settle(self, entry: _Entry) -> None:
+        if entry.loading is not None and entry.loading.done():
+            self._finish(entry)
+
+    def _finish(self, entry: _Entry) -> None:
+        """Wait for a read; a failed one leaves no image and its reason in the statistics."""
+        if entry.loading is None:
+            return
+        try:
+            entry.image = entry.loading.result()
+            self.stats.loads += 1
+            self.stats.loaded_bytes += entry.size
+            entry.used = next(self._serial)
+        except (EngineError, OSError) as e:
+            self.stats.failures.append(str(e))
+        entry.loading = None
