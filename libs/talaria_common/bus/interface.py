@@ -154,6 +154,14 @@ class Bus(Protocol):
         """Create or update a bounded JetStream stream."""
         ...
 
+    def read_stream(self, name: str, subject: str, *, since_s: float | None = None) -> AsyncIterator[Message]:
+        """What stream `name` holds now on `subject` (wildcards allowed), oldest first; it ends where the stream ends.
+
+        `since_s`: of the last so many seconds only. The iteration raises BusError when the stream is not there or the
+        server cannot be reached.
+        """
+        ...
+
     def on_connection(self, callback: Callable[[bool], None]) -> None:
         """Call back with False when the connection is lost and True when it is there again."""
         ...

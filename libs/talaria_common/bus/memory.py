@@ -251,6 +251,18 @@ class MemoryBus:
         stream = self.hub.streams.setdefault(names.check_bucket(name), _Stream(filters, max_age_s, max_bytes))
         stream.filters, stream.max_age_s, stream.max_bytes = filters, max_age_s, max_bytes
 
+    async def read_stream(self, name: str, subject: str, *, since_s: float | None = None) -> AsyncIterator[Message]:
+        """What stream `name` holds now on `subject`, oldest first."""
+        pattern = names.check_filter(subject)
+        self.require_connected()
+        stream = self.hub.streams.get(names.check_bucket(name))
+        if stream is None:
+            raise BusError(f"stream {name}: there is none")
+        oldest = float("-inf") if since_s is None else time.monotonic() - since_s
+        for at, message in list(stream.messages):
+            if at >= oldest and names.matches(message.subject, pattern):
+                yield message._replace(reply=None)
+
     def on_connection(self, callback: Callable[[bool], None]) -> None:
         """Call back with False when the connection is lost and True when it is there again."""
         self._callbacks.append(callback)

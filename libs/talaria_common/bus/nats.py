@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import nats.errors
@@ -17,6 +17,7 @@ from talaria_common.bus import names
 from talaria_common.bus._nats_client import MendedClient
 from talaria_common.bus._nats_errors import NAME_IN_USE, not_ready_or_silent, translate, translated
 from talaria_common.bus._nats_kv import NatsKv, NatsWatch, open_bucket
+from talaria_common.bus._nats_stream import read
 from talaria_common.bus.faults import FaultReporter
 from talaria_common.bus.interface import Handler, Headers, KvBucket, Message
 from talaria_common.errors import BusError, BusTimeoutError, NoRespondersError
@@ -221,6 +222,12 @@ class NatsBus:
                 await js.update_stream(config)
 
         await self._when_ready(f"stream {name}", create_or_update)
+
+    async def read_stream(self, name: str, subject: str, *, since_s: float | None = None) -> AsyncIterator[Message]:
+        """What stream `name` holds now on `subject`, oldest first."""
+        names.check_bucket(name)
+        async for raw in read(self._js(), name, names.check_filter(subject), since_s):
+            yield Message(raw.subject, raw.data, raw.headers or {}, None)
 
     def on_connection(self, callback: Callable[[bool], None]) -> None:
         """Call back with False when the connection is lost and True when it is there again."""

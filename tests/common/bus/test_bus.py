@@ -230,3 +230,38 @@ async def test_a_tap_hides_no_responders(bus_pair: tuple[Bus, Bus]):
     with pytest.raises(BusTimeoutError):
         await bus.request("talaria.v1.rpc.instance.gone.health", b"", timeout_s=0.1)
     assert len(seen.messages) == 1
+
+
+class TestReadStream:
+    async def filled(self, bus: Bus) -> None:
+        await bus.ensure_stream("EVENTS", ["e.>"], max_age_s=60, max_bytes=1 << 20)
+        for n in range(700):
+            await bus.publish(f"e.{'odd' if n % 2 else 'even'}.x", str(n).encode())
+        await bus.flush()
+
+    async def test_everything_on_a_subject_in_order_and_then_it_ends(self, bus: Bus):
+        await self.filled(bus)
+        odd = [m async for m in bus.read_stream("EVENTS", "e.odd.*")]
+        assert [int(m.data) for m in odd] == list(range(1, 700, 2))
+        assert {(m.subject, m.reply) for m in odd} == {("e.odd.x", None)}
+        assert len([m async for m in bus.read_stream("EVENTS", "e.>")]) == 700
+
+    async def test_of_the_last_seconds(self, bus: Bus):
+        await self.filled(bus)
+        assert len([m async for m in bus.read_stream("EVENTS", "e.>", since_s=60)]) == 700
+        assert [m async for m in bus.read_stream("EVENTS", "e.>", since_s=-1)] == []
+
+    async def test_nothing_there(self, bus: Bus):
+        await bus.ensure_stream("EVENTS", ["e.>"], max_age_s=60, max_bytes=1 << 20)
+        assert [m async for m in bus.read_stream("EVENTS", "e.odd.*")] == []
+
+    async def test_no_such_stream(self, bus: Bus):
+        with pytest.raises(BusError, match="NONE"):
+            _ = [m async for m in bus.read_stream("NONE", "e.>")]
+
+    async def test_a_reader_may_leave_early(self, bus: Bus):
+        await self.filled(bus)
+        async for message in bus.read_stream("EVENTS", "e.>"):
+            assert message.data == b"0"
+            break
+        assert len([m async for m in bus.read_stream("EVENTS", "e.>")]) == 700
