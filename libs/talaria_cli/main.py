@@ -93,6 +93,37 @@ def tap(  # noqa: PLR0917 - typer makes each argument an option
     raise SystemExit(run_tap(kinds, subject, config, bus, state_dir, as_json))
 
 
+@app.command()
+def explain(  # noqa: PLR0917 - typer makes each argument an option
+    rid: Annotated[str, typer.Argument(metavar="RID", help="Request id (X-Talaria-Request), or how it begins.")],
+    since: Annotated[
+        float | None, typer.Option("--since", min=0.1, help="Look at the last so many seconds only.")
+    ] = None,
+    config: Config = None,
+    bus: BusUrl = "",
+    as_json: Json = False,
+    state_dir: StateDir = STATE,
+) -> None:
+    """Why a call went where it went: candidates with each cost term, what ruled others out, the lease's fate."""
+    from talaria_cli.explain import run_explain
+
+    raise SystemExit(run_explain(rid, since, config, bus, state_dir, as_json))
+
+
+@app.command()
+def sessions(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show so many, the last used first.")] = 50,
+    config: Config = None,
+    bus: BusUrl = "",
+    as_json: Json = False,
+    state_dir: StateDir = STATE,
+) -> None:
+    """Sessions with their place, the state of their KV, and their lease."""
+    from talaria_cli.sessions import run_sessions
+
+    raise SystemExit(run_sessions(limit, config, bus, state_dir, as_json))
+
+
 @config_app.command("check")
 def config_check(
     file: Annotated[Path | None, typer.Argument(help="File; default: $TALARIA_CONFIG, else ./talaria.toml.")] = None,
@@ -169,6 +200,59 @@ def capture(  # noqa: PLR0917 - typer makes each argument an option
     from talaria_cli.capture import CaptureOptions, run_capture
 
     raise SystemExit(run_capture(CaptureOptions(file, config, bus, state_dir, texts, calls, seconds)))
+
+
+@app.command()
+def simulate(  # noqa: PLR0917 - typer makes each argument an option
+    trace: Annotated[str, typer.Argument(help="A trace file, or a shape to generate: see --list.")] = "paper",
+    hardware: Annotated[
+        list[str] | None,
+        typer.Option("--hardware", help="NAME[xCOUNT][:model,model]: instances of a profile. Repeatable."),
+    ] = None,
+    models: Annotated[
+        str, typer.Option("--models", help="Comma-separated profiles, for groups without their own.")
+    ] = "",
+    model_map: Annotated[list[str] | None, typer.Option("--model-map", help="TRACE_MODEL=PROFILE. Repeatable.")] = None,
+    sessions: Annotated[int, typer.Option("--sessions", min=1, help="Sessions, at most.")] = 30,
+    max_calls: Annotated[int | None, typer.Option("--max-calls", min=1, help="Per session.")] = None,
+    calibration: Annotated[str, typer.Option("--calibration", help="paper, aic or roofline.")] = "paper",
+    ablation: Annotated[str, typer.Option("--ablation", help="Configuration of the instances.")] = "as-built",
+    policy: Annotated[str, typer.Option("--policy", help="Placement policy.")] = "talaria",
+    tau: Annotated[float, typer.Option("--tau", min=0.0, help="Reservation timeout, seconds.")] = 1.0,
+    gamma: Annotated[float, typer.Option("--gamma", min=0.01, max=0.99)] = 0.9,
+    t_ttft: Annotated[float, typer.Option("--t-ttft", min=0.1, help="T_TTFT, seconds.")] = 10.0,
+    admission: Annotated[bool, typer.Option(help="The router may refuse calls (429) for their predicted wait.")] = True,
+    overload: Annotated[str, typer.Option("--overload", help="reject or queue.")] = "reject",
+    slot_ms: Annotated[float | None, typer.Option("--slot-ms", help="Default: what Eq. 5 leaves each model.")] = None,
+    stagger: Annotated[float, typer.Option("--stagger", min=0.0, help="Seconds between starts of sessions.")] = 0.0,
+    concurrent: Annotated[int | None, typer.Option("--concurrent", min=1, help="Sessions at once.")] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The whole result (JSON).")] = None,
+    as_json: Json = False,
+    show: Annotated[bool, typer.Option("--list", help="Name the shipped profiles and shapes.")] = False,
+) -> None:
+    """Replay a trace on a described cluster in virtual time; every figure is a prediction."""
+    from talaria_cli.simulate import SimulateOptions, run_list, run_simulate
+
+    if show:
+        raise SystemExit(run_list())
+    scenario = {
+        "calibration": calibration, "ablation": ablation, "policy": policy, "tau_s": tau, "gamma": gamma,
+        "t_ttft_s": t_ttft, "admission": admission, "overload": overload, "slot_ms": slot_ms, "stagger_s": stagger,
+        "concurrent": concurrent, "seed": seed,
+    }  # fmt: skip
+    options = SimulateOptions(
+        trace,
+        hardware or ["paper-tp8"],
+        [m for m in (models or "qwen3-235b,glm-5-nvfp4,qwen3.5-122b").split(",") if m],
+        model_map or [],
+        sessions,
+        max_calls,
+        scenario,
+        out,
+        as_json,
+    )
+    raise SystemExit(run_simulate(options))
 
 
 @app.command()

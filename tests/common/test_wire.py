@@ -127,6 +127,7 @@ REQUIRED = {
     "RouteReply": "",
     "RouteRequest": "rid tenant session model api prompt_bytes deadline_ms",
     "SeenPlacements": "",
+    "SessionRecord": "tenant session model iid last_use_ms",
     "Snapshot": "iid epoch version at_ms pool status",
     "TokenBatch": "iid epoch",
     "TokenLogprob": "token logprob bytes",

@@ -19,6 +19,7 @@ from talaria_common.wire.call import (
 )
 from talaria_common.wire.control import ControlReply, ControlRequest, Event
 from talaria_common.wire.route import CandidateCost, Fence, Placement, RouteReply, RouteRequest, Verdict
+from talaria_common.wire.session import SessionRecord, kv_residence
 from talaria_common.wire.snapshot import ClusterView, InstanceView, ModelState, Presence, SeenPlacements, Snapshot
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "RouteReply",
     "RouteRequest",
     "SeenPlacements",
+    "SessionRecord",
     "Snapshot",
     "TokenBatch",
     "TokenLogprob",
@@ -51,4 +53,5 @@ __all__ = [
     "WireError",
     "decode",
     "encode",
+    "kv_residence",
 ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from talaria_common.wire import ClusterView, Completion, Snapshot
+from talaria_common.wire import ClusterView, Completion, SessionRecord, Snapshot
 from talaria_router import asking, following
 from talaria_router.config import RouterConfig
-from talaria_router.messages import Ask, Effect, Gained, Input, Lost, Probed, Restored, SessionRecord, Tick
+from talaria_router.messages import Ask, Effect, Gained, Input, Lost, Probed, Restored, Tick
 from talaria_router.state import RouterState, Turn
 
 

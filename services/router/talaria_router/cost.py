@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from talaria_common.wire import ModelState, Snapshot
+from talaria_common.wire import ModelState, Snapshot, kv_residence
 from talaria_router.cluster import Instance
 from talaria_router.overlay import ModelOverlay, Overlay
 from talaria_router.profiles import Profile, Profiles
@@ -109,21 +109,15 @@ class Candidate(NamedTuple):
 
 
 def kv_of(entry: Entry | None, instance: Instance, model: ModelState) -> Kv:
-    """Where the session's prefix is, as far as `instance` is concerned.
-
-    Its handle means something only in the life and KV epoch in which it was made. An entry may be newer than the
-    snapshot, so a higher epoch is valid. A prefix that survives while its model is not active is restored from host.
-    """
-    if entry is None or entry.kv_tokens <= 0 or entry.iid != instance.snapshot.iid:
+    """Where the session's prefix is, as far as `instance` is concerned."""
+    if entry is None or entry.iid != instance.snapshot.iid:
         return "missing"
-    if not handle_valid(entry, instance, model):
-        return "missing"
-    return "device" if model.state == "active" else "host"
+    return kv_residence(entry.iid_epoch, entry.kv_epoch, entry.kv_tokens, instance.snapshot.epoch, model)
 
 
 def handle_valid(entry: Entry, instance: Instance, model: ModelState) -> bool:
     """Whether the entry's prefix handle is still meant by `instance` (which must be the entry's)."""
-    return entry.iid_epoch == instance.snapshot.epoch and entry.kv_epoch >= model.kv_epoch
+    return kv_residence(entry.iid_epoch, entry.kv_epoch, 1, instance.snapshot.epoch, model) != "missing"
 
 
 def place_of(

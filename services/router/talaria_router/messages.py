@@ -7,26 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from talaria_common.wire import ClusterView, Completion, Event, RouteReply, RouteRequest, Snapshot
-from talaria_common.wire.base import Wire
-
-
-class SessionRecord(Wire, frozen=True, kw_only=True):
-    """A session's entry as the bucket `talaria_sessions` holds it, under its key (hash of tenant, session, model)."""
-
-    tenant: str
-    session: str
-    model: str
-    iid: str
-    iid_epoch: str = ""
-    home: str = ""
-    kv_tokens: int = 0
-    prefix_handle: str = ""
-    kv_epoch: int = 0
-    calls: int = 0
-    last_use_ms: int
-    lease_until_ms: int = 0
-    """Absolute UTC ms; 0: no lease."""
+from talaria_common.wire import ClusterView, Completion, Event, RouteReply, RouteRequest, SessionRecord, Snapshot
 
 
 class Ask(NamedTuple):

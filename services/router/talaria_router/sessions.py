@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from talaria_common.clock import from_ms, to_ms
-from talaria_router.messages import SessionRecord
+from talaria_common.wire import SessionRecord
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from talaria_common.wire import (
     ControlReply,
     ControlRequest,
     RouteRequest,
+    SessionRecord,
     Snapshot,
     WireError,
     decode,
@@ -45,7 +46,6 @@ from talaria_router.messages import (
     Probed,
     Reply,
     Restored,
-    SessionRecord,
     Tick,
 )
 from talaria_router.writer import SessionWriter

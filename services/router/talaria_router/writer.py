@@ -10,8 +10,7 @@ import structlog
 from talaria_common.bus import KvBucket
 from talaria_common.errors import BusError
 from talaria_common.ids import PARTITIONS
-from talaria_common.wire import encode
-from talaria_router.messages import SessionRecord
+from talaria_common.wire import SessionRecord, encode
 
 log = structlog.get_logger(__name__)
 
