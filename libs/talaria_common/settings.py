@@ -136,8 +136,16 @@ class InstanceSettings(_Section):
     max_running: int = Field(8, ge=1, description="calls in one batch")
     chunked_prefill_tokens: int = Field(1024, ge=64, description="prompt tokens in one prefill batch")
     max_queued: int = Field(64, ge=1, description="waiting calls before it rejects with `overloaded`")
-    slot_ms: float = Field(2000.0, gt=0, description="a slot's length while other models wait")
-    drain_ms: float = Field(500.0, ge=0, description="decode after the slot's end, before what remains is retracted")
+    scheduler: Literal["talaria", "no-sp", "no-hkvr", "h2d-only", "round-only"] = Field(
+        "talaria",
+        description="talaria: everything; the others leave out session-prefill, host KV, weight staging, or all three",
+    )
+    slot_ms: float = Field(
+        2000.0, gt=0, description="a slot's length while other models wait, if the round has room for it"
+    )
+    drain_ms: float = Field(
+        500.0, ge=0, description="decode that a slot protects beyond its share (Eq. 4), if the round has room for it"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
     engine_start_s: float = Field(900.0, gt=0, description="an engine silent for this long while it starts is killed")
     engine_hang_s: float = Field(30.0, gt=0, description="a serving engine silent for this long is killed")
@@ -152,6 +160,13 @@ class InstanceSettings(_Section):
         return self
 
 
+class TenantSettings(_Section):
+    """A tenant's part of what the router shares out."""
+
+    weight: float = Field(1.0, gt=0, description="its turns and places in the queue, relative to other tenants'")
+    max_in_flight: int | None = Field(None, ge=1, description="instead of `router.tenant_max_in_flight`")
+
+
 class RouterSettings(_Section):
     """Placement (DESIGN 5)."""
 
@@ -161,10 +176,14 @@ class RouterSettings(_Section):
     t_ttft_s: float = Field(10.0, gt=0, description="T_TTFT: target for the first token, in seconds")
     gamma: float = Field(0.9, gt=0, lt=1, description="share of T_TTFT that a predicted round may fill (Eq. 5)")
     t_tpot_ms: float = Field(100.0, gt=0, description="T_TPOT: target per output token")
-    overload: Literal["reject", "queue"] = Field(
-        "reject", description="no capacity: refuse with 429, or let calls wait"
+    overload: Literal["reject", "queue", "spill"] = Field(
+        "reject",
+        description="no capacity: refuse with 429, let calls wait, or place them although the target will be missed",
     )
     queue_max: int = Field(256, ge=1, description="calls that wait at the router with overload = queue")
+    tenant_max_in_flight: int | None = Field(
+        None, ge=1, description="calls that one tenant may have in flight at each router; default: no limit"
+    )
     session_idle_s: float = Field(3600.0, gt=0, description="a session's entry is forgotten after this")
     sessions_max: int = Field(1_000_000, ge=1, description="entries of the session table; the longest unused go first")
     mu_ms_per_gib: float = Field(2.0, ge=0, description="mu: price of KV placed on a full instance (Eq. 1)")
@@ -173,6 +192,9 @@ class RouterSettings(_Section):
         10.0, gt=0, description="window over which opening and closing replicas is judged (Eq. 2)"
     )
     admission_unit_ms: float | None = Field(None, ge=0, description="default: the model's EWMA of a return's prefill")
+    tenants: dict[Name, TenantSettings] = Field(
+        default_factory=dict, description="tenant -> its weight and limit, where they differ from the others'"
+    )
 
 
 class TelemetrySettings(_Section):

@@ -45,7 +45,7 @@ def test_the_defaults_are_those_of_the_design():
     [
         ({"router": {"gamma": 2}}, ["router.gamma", "2", "less than 1"]),
         ({"router": {"tau": 1}}, ["router.tau", "unknown key", "1"]),
-        ({"router": {"overload": "spil"}}, ["router.overload", "'spil'", "'reject' or 'queue'"]),
+        ({"router": {"overload": "spil"}}, ["router.overload", "'spil'", "'reject', 'queue' or 'spill'"]),
         ({"api": {"port": 70000}}, ["api.port", "70000", "65535"]),
         ({"api": {"port": "http"}}, ["api.port", "'http'", "integer"]),
         ({"api": {"id": "a.b"}}, ["api.id", "'a.b'", "letters"]),

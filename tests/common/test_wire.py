@@ -124,6 +124,7 @@ REQUIRED = {
     "ModelState": "name state",
     "Placement": "iid fence router seq accept_by_ms deadline_ms",
     "Presence": "iid epoch pool",
+    "Queued": "waited_ms",
     "RouteReply": "",
     "RouteRequest": "rid tenant session model api prompt_bytes deadline_ms",
     "SeenPlacements": "",

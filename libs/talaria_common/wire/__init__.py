@@ -18,7 +18,7 @@ from talaria_common.wire.call import (
     Usage,
 )
 from talaria_common.wire.control import ControlReply, ControlRequest, Event
-from talaria_common.wire.route import CandidateCost, Fence, Placement, RouteReply, RouteRequest, Verdict
+from talaria_common.wire.route import CandidateCost, Fence, Placement, Queued, RouteReply, RouteRequest, Verdict
 from talaria_common.wire.session import SessionRecord, kv_residence
 from talaria_common.wire.snapshot import ClusterView, InstanceView, ModelState, Presence, SeenPlacements, Snapshot
 
@@ -41,6 +41,7 @@ __all__ = [
     "ModelState",
     "Placement",
     "Presence",
+    "Queued",
     "RouteReply",
     "RouteRequest",
     "SeenPlacements",

@@ -40,6 +40,8 @@ class RouteRequest(Wire, frozen=True, kw_only=True):
     """Instances that failed this call already."""
     deadline_ms: int
     """Absolute, UTC ms."""
+    may_wait: bool = False
+    """The api understands `RouteReply.queued`: asks that wait get it as a sign of life."""
 
 
 class Fence(Wire, frozen=True, kw_only=True):
@@ -76,11 +78,20 @@ class Verdict(Wire, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
+class Queued(Wire, frozen=True, kw_only=True):
+    """Still waiting for room: ask again at once, the call keeps its place meanwhile."""
+
+    waited_ms: int
+    waiting: int = 0
+    """Calls that wait at this router."""
+
+
 class RouteReply(Wire, frozen=True, kw_only=True):
-    """Exactly one of the two."""
+    """Exactly one of the three; `queued` only to those who asked with `may_wait`."""
 
     placement: Placement | None = None
     verdict: Verdict | None = None
+    queued: Queued | None = None
 
 
 class CandidateCost(Wire, frozen=True, kw_only=True):

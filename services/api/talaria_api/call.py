@@ -146,6 +146,7 @@ class Call:
             stream=f.stream,
             exclude=self._exclude,
             deadline_ms=to_ms(f.deadline),
+            may_wait=True,
         )
         timeout_s = min(self.limits.route_timeout_s, max(0.001, f.deadline - now))
         return [Ask(partition_of(f.tenant, f.session, f.model), request, timeout_s)]
@@ -154,6 +155,8 @@ class Call:
         self._unanswered_since = None
         if reply.placement is not None:
             return self._forward(now, reply.placement)
+        if reply.queued is not None:
+            return self._ask(now)
         if reply.verdict is None:
             return self._finish(EngineError("the router answered with neither a placement nor a verdict"))
         if reply.verdict.reason == "not_owner":

@@ -58,8 +58,7 @@ class Api:
         self.link = Link(name, self.clock, peers, self.cluster, metrics)
         limits = Limits(
             route_timeout_s=s.route_timeout_s,
-            # A router that queues calls keeps its answer back until there is room: then silence tells nothing.
-            route_give_up_s=s.route_give_up_s if settings.router.overload == "reject" else math.inf,
+            route_give_up_s=s.route_give_up_s,
             accept_timeout_s=s.accept_timeout_s,
             alive_grace_s=2 * settings.mesh.heartbeat_s,
             max_attempts=s.max_attempts,

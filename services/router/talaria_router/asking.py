@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from talaria_common.clock import from_ms, to_ms
 from talaria_common.ids import PARTITIONS, hash_id
-from talaria_common.wire import Fence, Placement, RouteReply, RouteRequest, Verdict
+from talaria_common.wire import Fence, Placement, Queued, RouteReply, RouteRequest, Verdict
 from talaria_common.wire.route import RouteVia
 from talaria_router import verdicts
 from talaria_router.admission import retry_after_s
 from talaria_router.calls import Case, Placed, Waiting
 from talaria_router.config import PROBE_WAIT_S, RESTORE_WAIT_S
-from talaria_router.cost import Call
+from talaria_router.cost import Call, Candidate
 from talaria_router.events import Decision, route_event
 from talaria_router.leases import obstacle
 from talaria_router.messages import Ask, Dirty, Emit, Load, Probe, Reply
@@ -25,6 +25,8 @@ from talaria_router.ranking import Ranking
 from talaria_router.sessions import Entry
 from talaria_router.state import RouterState, Turn
 
+TELL_AT = 0.8
+"""A call that waits for room is told so after this part of the time after which its api would ask again."""
 ASKS_MISSED = 3
 """A call that waits for room is dropped when its api did not ask again for this many of its intervals."""
 
@@ -81,6 +83,8 @@ def proceed(turn: Turn, case: Case) -> None:
 def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
     """Lease first, then cost. `probed`: what a health probe of the leased instance said, None if there was none."""
     state, now, request = turn.state, turn.now, case.ask.request
+    if _limited(turn, case):
+        return
     entry = state.entry(case.key, case.partition)
     lease = "none"
     if entry is not None:
@@ -94,28 +98,79 @@ def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
     if _settle(turn, case, ranking, lease):
         return
     verdict = _refusal(state, request, ranking)
-    if verdict.reason == "overloaded" and state.config.overload == "queue":
-        waiting = sum(1 for w in state.waiting.values() if w.why == "room")
-        if waiting < state.config.queue_max:
-            state.waiting[request.rid] = Waiting(case, "room", from_ms(request.deadline_ms), now)
-            return
+    if verdict.reason == "overloaded" and (_spill(turn, case, ranking, lease) or _queue(turn, case)):
+        return
     _refuse(turn, case, verdict, lease=lease, ranking=ranking)
 
 
 def room(turn: Turn) -> None:
-    """Something changed: place those who wait for room, by priority and then age; a full model is tried once."""
+    """Something changed: place those who wait for room, by priority, fair share and age; a full model is tried once."""
     state = turn.state
-    queue = [w for w in state.waiting.values() if w.why == "room"]
-    full: set[str] = set()
-    for w in sorted(queue, key=lambda w: -w.case.ask.request.priority):
+    queue = {rid: w for rid, w in state.waiting.items() if w.why == "room"}
+    while queue:
+        w = state.fairness.next(queue.values())
         request = w.case.ask.request
-        if request.model in full:
+        del queue[request.rid]
+        if state.fairness.limited(request.tenant) is not None:
+            queue = {rid: q for rid, q in queue.items() if q.case.ask.request.tenant != request.tenant}
             continue
-        ranking = _rank(state, turn.now, request, state.entry(w.case.key, w.case.partition))
-        if _settle(turn, w.case, ranking, "none"):
+        entry = state.entry(w.case.key, w.case.partition)
+        if _settle(turn, w.case, _rank(state, turn.now, request, entry), "none"):
             del state.waiting[request.rid]
         else:
-            full.add(request.model)
+            queue = {rid: q for rid, q in queue.items() if q.case.ask.request.model != request.model}
+
+
+def heartbeat(turn: Turn) -> None:
+    """Tell those who wait for room, and understand it, that they still do: before their api gives the ask up."""
+    state, now = turn.state, turn.now
+    every = state.config.ask_again_s * TELL_AT
+    queue = [w for w in state.waiting.values() if w.why == "room"]
+    for w in queue:
+        if not w.case.ask.request.may_wait or now - max(w.asked_at, w.told_at) < every or w.told_at > w.asked_at:
+            continue
+        w.told_at = now
+        waited_ms = round((now - w.case.since) * 1000)
+        turn.out.append(Reply(w.case.ask.to, RouteReply(queued=Queued(waited_ms=waited_ms, waiting=len(queue)))))
+
+
+def _limited(turn: Turn, case: Case) -> bool:
+    """Whether the tenant has as many calls in flight as it may, and the call was told so or waits."""
+    state, tenant = turn.state, case.ask.request.tenant
+    limit = state.fairness.limited(tenant)
+    if limit is None or state.calls.get(case.ask.request.rid) is not None:
+        return False
+    if not _queue(turn, case):
+        _refuse(turn, case, verdicts.tenant_limit(tenant, limit))
+    return True
+
+
+def _queue(turn: Turn, case: Case) -> bool:
+    """Let the call wait for room, if calls do and the queue has a place for it, or makes one."""
+    state, request = turn.state, case.ask.request
+    if state.config.overload != "queue":
+        return False
+    waiting = [w for w in state.waiting.values() if w.why == "room"]
+    if len(waiting) >= state.config.queue_max:
+        out = state.fairness.makes_room(waiting, request.tenant, state.config.queue_max)
+        if out is None:
+            return False
+        del state.waiting[out.case.ask.request.rid]
+        _refuse(turn, out.case, verdicts.queue_share(out.case.ask.request.tenant))
+    state.counts.queued += 1
+    state.waiting[request.rid] = Waiting(case, "room", from_ms(request.deadline_ms), turn.now)
+    return True
+
+
+def _spill(turn: Turn, case: Case, ranking: Ranking, lease: str) -> bool:
+    """Place the call where the target will be missed, if that is what is to be done and somebody can take it at all."""
+    state = turn.state
+    best = ranking.spill() if state.config.overload == "spill" else None
+    if best is None:
+        return False
+    state.counts.spilled += 1
+    _place_on(turn, case, best, ranking, lease)
+    return True
 
 
 def informed(turn: Turn) -> None:
@@ -204,10 +259,15 @@ def _rank(state: RouterState, now: float, request: RouteRequest, entry: Entry | 
 
 def _settle(turn: Turn, case: Case, ranking: Ranking, lease: str) -> bool:
     """Place the call on the best candidate. False: there is none."""
-    state, request = turn.state, case.ask.request
     best = ranking.order[0] if ranking.order else ranking.to_be_refused_there()
     if best is None:
         return False
+    _place_on(turn, case, best, ranking, lease)
+    return True
+
+
+def _place_on(turn: Turn, case: Case, best: Candidate, ranking: Ranking, lease: str) -> None:
+    state, request = turn.state, case.ask.request
     via: RouteVia = "retry" if request.attempt else "cost" if state.policy.name == "talaria" else "policy"
     entry = state.entry(case.key, case.partition)
     tokens = state.profiles.prompt_tokens(request.model, request.prompt_bytes)
@@ -215,7 +275,6 @@ def _settle(turn: Turn, case: Case, ranking: Ranking, lease: str) -> bool:
         tokens = max(1, tokens - entry.kv_tokens)
     placement = _place(turn, case, _Place(best.iid, via, tokens, best.wait_ms + best.own_ms))
     _answer(turn, case, placement, lease, ranking)
-    return True
 
 
 class _Place(NamedTuple):
@@ -253,7 +312,7 @@ def _place(turn: Turn, case: Case, place: _Place) -> Placement:
         continuation=entry is not None and entry.iid == place.iid,
     )
     forget_at = max(deadline, accept_by) + state.config.skew_s
-    state.calls.place(request.rid, Placed(request.attempt, placement, accept_by, forget_at))
+    state.calls.place(request.rid, Placed(request.attempt, request.tenant, placement, accept_by, forget_at))
     state.counts.routed[place.via] += 1
     residence = state.cluster.residence(place.iid, request.model)
     if residence != "active":
@@ -265,10 +324,11 @@ def _answer(turn: Turn, case: Case, placement: Placement, lease: str, ranking: R
     turn.out.append(Reply(case.ask.to, RouteReply(placement=placement)))
     waited_ms = (turn.now - case.since) * 1000
     state, model = turn.state, case.ask.request.model
+    spilled = ranking is not None and not ranking.order and ranking.to_be_refused_there() is None
     opens = state.cluster.residence(placement.iid, model) != "active"
     avoidable = opens and state.cluster.active_elsewhere(model, placement.iid, turn.now)
     state.counts.avoidable_opens += avoidable
-    decision = Decision(case.ask.request, case.partition, placement, lease, ranking, waited_ms, avoidable)
+    decision = Decision(case.ask.request, case.partition, placement, lease, ranking, waited_ms, avoidable, spilled)
     turn.out.append(Emit(route_event(turn.state.router, turn.now, turn.state.cluster.version, decision)))
 
 

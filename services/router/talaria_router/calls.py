@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,7 @@ class Placed:
     """A call that was given a place and has not completed."""
 
     attempt: int
+    tenant: str
     placement: Placement
     accept_by: float
     forget_at: float
@@ -42,6 +43,8 @@ class Waiting:
     until: float
     asked_at: float
     """When it asked last."""
+    told_at: float = 0.0
+    """When it was last told that it waits."""
     probe: str = ""
     """Instance that is being probed."""
 
@@ -53,6 +56,8 @@ class Calls:
         self._placed: dict[str, Placed] = {}
         self._forget: list[tuple[float, str]] = []
         self._completed: OrderedDict[str, int] = OrderedDict()
+        self.in_flight: Counter[str] = Counter()
+        """Placed calls by tenant: from the placement to the completion, or to the deadline if that is lost."""
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -63,6 +68,8 @@ class Calls:
 
     def place(self, rid: str, placed: Placed) -> None:
         """The call has a place; an earlier attempt's is replaced."""
+        if rid not in self._placed:
+            self.in_flight[placed.tenant] += 1
         self._placed[rid] = placed
         heapq.heappush(self._forget, (placed.forget_at, rid))
 
@@ -78,7 +85,7 @@ class Calls:
         if placed is not None and placed.attempt > attempt:
             return False
         if placed is not None:
-            del self._placed[rid]
+            self._remove(rid)
         self._completed[rid] = attempt
         if len(self._completed) > COMPLETED_KEPT:
             self._completed.popitem(last=False)
@@ -90,4 +97,10 @@ class Calls:
             at, rid = heapq.heappop(self._forget)
             placed = self._placed.get(rid)
             if placed is not None and placed.forget_at == at:
-                del self._placed[rid]
+                self._remove(rid)
+
+    def _remove(self, rid: str) -> None:
+        tenant = self._placed.pop(rid).tenant
+        self.in_flight[tenant] -= 1
+        if not self.in_flight[tenant]:
+            del self.in_flight[tenant]

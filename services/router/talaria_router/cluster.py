@@ -49,6 +49,8 @@ class Cluster:
     def __init__(self, heartbeat_s: float, missed: int) -> None:
         self._heartbeat_s = heartbeat_s
         self._missed = missed
+        self.stale_after_s = heartbeat_s * missed
+        """Age at which a snapshot is stale."""
         self._instances: dict[str, Instance] = {}
         self._serving: dict[str, list[str]] = {}
         self._sources: dict[str, _Source] = {}
@@ -141,17 +143,17 @@ class Cluster:
             return "gone"
         return "stale" if instance.reported == "stale" or own == "stale" else "ok"
 
-    def ok_since(self, now: float) -> float:
-        """Instances reported well whose snapshot was true at this time or later count as ok: `health` for many at once.
+    def judged_at(self, now: float) -> float:
+        """The time at which ages count now: `reported` ok and no older than `stale_after_s` by then means healthy.
 
-        Where telemetry's silence is excused, what counts is how fresh they were when it fell silent.
+        It is `health` for many at once. Where telemetry's silence is excused, what counts is how fresh an instance
+        was when it fell silent.
         """
-        limit = self._heartbeat_s * self._missed
-        silence = now - self._last_view
         since = self._follow_since
-        if silence > self._heartbeat_s and (since is None or now - since <= limit):
-            return min(now, self._last_view) - limit
-        return now - limit
+        silent = now - self._last_view > self._heartbeat_s
+        if silent and (since is None or now - since <= self.stale_after_s):
+            return self._last_view
+        return now
 
     def residence(self, iid: str, model: str) -> str:
         """Where the model's weights are on the instance, as `ModelState.state`; "cold" if it is not known."""
@@ -161,10 +163,11 @@ class Cluster:
 
     def active_elsewhere(self, model: str, iid: str, now: float) -> bool:
         """Whether a healthy instance other than `iid` has `model` active."""
-        since = self.ok_since(now)
+        at = self.judged_at(now)
         for other in self._active.get(model, ()):
             instance = self._instances[other]
-            well = instance.reported == "ok" and instance.seen_at >= since and instance.snapshot.status == "ready"
+            fresh = instance.reported == "ok" and at - instance.seen_at <= self.stale_after_s
+            well = fresh and instance.snapshot.status == "ready"
             if other != iid and well:
                 return True
         return False

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from talaria_common.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What is configured of one tenant."""
+
+    weight: float = 1.0
+    max_in_flight: int | None = None
+
 
 EVENT_CANDIDATES = 8
 RESTORE_WAIT_S = 0.1
@@ -25,8 +35,11 @@ class RouterConfig:
     tau_s: float = 1.0
     t_ttft_ms: float = 10_000.0
     gamma: float = 0.9
-    overload: Literal["reject", "queue"] = "reject"
+    overload: Literal["reject", "queue", "spill"] = "reject"
     queue_max: int = 256
+    tenant: Tenant = Tenant()
+    """Of all that are not in `tenants`."""
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
     session_idle_s: float = 3600.0
     sessions_max: int = 1_000_000
     mu_ms_per_gib: float = 2.0
@@ -57,6 +70,11 @@ class RouterConfig:
             gamma=r.gamma,
             overload=r.overload,
             queue_max=r.queue_max,
+            tenant=Tenant(max_in_flight=r.tenant_max_in_flight),
+            tenants={
+                name: Tenant(t.weight, t.max_in_flight if t.max_in_flight is not None else r.tenant_max_in_flight)
+                for name, t in r.tenants.items()
+            },
             session_idle_s=r.session_idle_s,
             sessions_max=r.sessions_max,
             mu_ms_per_gib=r.mu_ms_per_gib,

@@ -46,11 +46,13 @@ class Decision(NamedTuple):
     waited_ms: float = 0.0
     avoidable_open: bool = False
     """It must activate the model although another healthy instance has it active (5.3)."""
+    spilled: bool = False
+    """Nobody had room within the target."""
 
 
 def route_event(router: str, now: float, view: int, decision: Decision) -> Event:
     """One decision, under the cluster view's version `view`."""
-    request, partition, outcome, lease, ranking, waited_ms, avoidable_open = decision
+    request, partition, outcome, lease, ranking, waited_ms, avoidable_open, spilled = decision
     data: dict[str, Any] = {
         "rid": request.rid,
         "attempt": request.attempt,
@@ -73,6 +75,8 @@ def route_event(router: str, now: float, view: int, decision: Decision) -> Event
         shown: Sequence[Candidate] = (*ranking.order, *ranking.refused)
         data["candidates"] = [terms(c) for c in shown[:EVENT_CANDIDATES]]
         data["rejected"] = dict(ranking.reasons)
+    if spilled:
+        data["spilled"] = True
     if avoidable_open:
         data["avoidable_open"] = True
     return Event(kind="route", source=router, at_ms=to_ms(now), data=data)

@@ -115,6 +115,7 @@ def ticked(turn: Turn) -> None:
     if follow is not None:
         turn.out.append(Follow(follow))
     asking.room(turn)
+    asking.heartbeat(turn)
 
 
 def _off_the_load(state: RouterState, c: Completion) -> None:

@@ -37,6 +37,9 @@ class RouterCollector(Collector):
         yield _count("talaria_router_restore_timeouts", "Sessions not read back in time", counts.restore_timeouts)
         yield _count("talaria_router_health_probes", "Health probes", counts.probes)
         yield _count("talaria_router_not_taken_up", "Placements not taken up", counts.not_taken_up)
+        yield _count("talaria_router_spilled", "Placements beyond the target, for want of room", counts.spilled)
+        yield _count("talaria_router_queued", "Calls that had to wait for room", counts.queued)
+        yield _gauges("talaria_router_in_flight", "Calls placed and not completed", "tenant", state.calls.in_flight)
         yield _count("talaria_router_view_gaps", "Cluster views that never came", state.cluster.gaps)
         yield _count("talaria_router_malformed", "Messages that did not fit their schema", shell.malformed)
         calls, tokens, leases = state.overlay.total()
@@ -67,6 +70,13 @@ def _counts(name: str, text: str, label: str, values: Mapping[str, int]) -> Metr
 def _gauge(name: str, text: str, value: float) -> Metric:
     family = GaugeMetricFamily(name, text)
     family.add_metric([], value)
+    return family
+
+
+def _gauges(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in sorted(values.items()):
+        family.add_metric([key], value)
     return family
 
 

@@ -67,14 +67,14 @@ class Ranking:
 class _Scan:
     """One pass over the places of one call's model: what fits, and what does not."""
 
-    def __init__(self, call: Call, now: float, ok_since: float, config: RouterConfig) -> None:
+    def __init__(self, call: Call, judged_at: float, stale_after_s: float, config: RouterConfig) -> None:
         self.call = call
-        self.now = now
         self.result = Ranking()
         self.admitted: list[Candidate] = []
         self.held = False
         """Someone who is fit holds the model."""
-        self._ok_since = ok_since
+        self._judged_at = judged_at
+        self._stale_after_s = stale_after_s
         self._config = config
 
     def take(self, place: Place) -> Candidate | None:
@@ -101,7 +101,7 @@ class _Scan:
         instance = place.instance
         if instance.reported != "ok":
             return instance.reported
-        return "stale" if instance.seen_at < self._ok_since else ""
+        return "stale" if self._judged_at - instance.seen_at > self._stale_after_s else ""
 
 
 class Ranker:
@@ -120,7 +120,7 @@ class Ranker:
         with those that a check refuses, not with the number of instances.
         """
         board = self._boards.of(call.model)
-        scan = _Scan(call, now, self._cluster.ok_since(now), self._config)
+        scan = _Scan(call, self._cluster.judged_at(now), self._cluster.stale_after_s, self._config)
         scan.result.reasons.update(+board.unready)
         self._held(scan, board)
         for reason, many, iids in board.shut():

@@ -12,6 +12,7 @@ from talaria_router.calls import Calls, Waiting
 from talaria_router.cluster import Cluster
 from talaria_router.config import RouterConfig
 from talaria_router.events import lease_event
+from talaria_router.fairness import Fairness
 from talaria_router.leases import Leases
 from talaria_router.messages import Dirty, Effect, Emit
 from talaria_router.overlay import Overlay
@@ -68,6 +69,10 @@ class Counts:
     """Sessions read back from the bucket."""
     restore_timeouts: int = 0
     probes: int = 0
+    spilled: int = 0
+    """Placements that no instance had room for within the target (overload = spill)."""
+    queued: int = 0
+    """Calls that had to wait for room."""
     not_taken_up: int = 0
     """Placements that left the overlay by their deadline."""
 
@@ -90,6 +95,7 @@ class RouterState:
             self.cluster, Boards(self.cluster, self.overlay, self.profiles, config.budget_ms), config, self.policy
         )
         self.calls = Calls()
+        self.fairness = Fairness(self.calls, config.tenants, config.tenant)
         self.waiting: dict[str, Waiting] = {}
         self.probing: dict[str, str] = {}
         """Session key → rid of the call that waits for the probe of its leased instance: the lease is spoken for."""

@@ -44,5 +44,17 @@ def overloaded(model: str, reasons: Counter[str], retry_after_s: float) -> Verdi
     return Verdict(reason="overloaded", error=OverloadedError(message, retry_after_s=retry_after_s).info())
 
 
+def tenant_limit(tenant: str, limit: int) -> Verdict:
+    """The tenant has as many calls in flight as it may."""
+    message = f"tenant {tenant!r} has {limit} calls in flight, which is its limit"
+    return Verdict(reason="overloaded", error=OverloadedError(message, retry_after_s=1.0).info())
+
+
+def queue_share(tenant: str) -> Verdict:
+    """The call waited on a place that another tenant has a right to."""
+    message = f"the queue is full, and tenant {tenant!r} had more than its share of it"
+    return Verdict(reason="overloaded", error=OverloadedError(message, retry_after_s=1.0).info())
+
+
 def _counted(reasons: Counter[str]) -> str:
     return ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "none is known"
