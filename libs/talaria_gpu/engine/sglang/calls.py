@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
 
-from talaria_gpu.engine.contract import EngineCall, StepTokens
+from talaria_gpu.engine.contract import CacheSource, EngineCall, StepTokens
 from talaria_gpu.engine.sglang.accounting import PromptAccount
 from talaria_gpu.engine.sglang.sampling import reported_logprobs
 
@@ -18,6 +18,8 @@ class Call:
         self.call = call
         self.request = request
         self.account = PromptAccount(len(call.input_ids))
+        self.from_host = False
+        """Whether some of what was cached had come from the host."""
         self._told = 0
 
     def news(self) -> StepTokens | None:
@@ -48,6 +50,11 @@ class Call:
         """The last word on a call that SGLang gave up."""
         return self._tokens([], [], [], "error", message)
 
+    def _source(self) -> CacheSource:
+        if not self.account.cached:
+            return "none"
+        return "host" if self.from_host else "device"
+
     def _tokens(self, ids: list[int], chosen: list[float], best: Any, finished: Any, message: str) -> StepTokens:
         return StepTokens(
             rid=self.call.rid,
@@ -55,7 +62,7 @@ class Call:
             logprobs=chosen,
             top=best,
             cached_tokens=self.account.cached,
-            cache_source="device" if self.account.cached else "none",
+            cache_source=self._source(),
             prefilled_tokens=self.account.prefilled,
             recomputed_tokens=self.account.recomputed,
             finished=finished,

@@ -20,7 +20,7 @@ def check_built(name: str, scheduler: SlotScheduler, kv_tokens: int, page_size: 
     found = {
         "KV tokens": (scheduler.max_total_num_tokens, kv_tokens // page_size * page_size),
         "page size": (scheduler.token_to_kv_pool_allocator.page_size, page_size),
-        "prefix tree": (type(scheduler.tree_cache).__name__, UnifiedRadixCache.__name__),
+        "prefix tree": (isinstance(scheduler.tree_cache, UnifiedRadixCache), True),
         "overlap": (scheduler.enable_overlap, False),
         "mixed prefill": (scheduler.is_mixed_chunk, False),
     }

@@ -35,8 +35,12 @@ def server_args(
     max_running: int,
     chunked_prefill_tokens: int,
     seed: int,
+    tree: str | None = None,
 ) -> ServerArgs:
-    """One model's arguments. What is fixed here is what the adapter relies on: one step at a time, its own tree."""
+    """One model's arguments. What is fixed here is what the adapter relies on: one step at a time, its own tree.
+
+    `tree`: a registered prefix tree; None: SGLang's own choice.
+    """
     kind, _, index = device.partition(":")
     args: dict[str, Any] = {
         "model_path": str(spec.path),
@@ -52,6 +56,7 @@ def server_args(
         "mem_fraction_static": 0.5,  # an upper bound only: max_total_tokens sizes the pool, and checks.py compares
         "skip_tokenizer_init": True,
         "disable_overlap_schedule": True,  # a step's result is known when the step returns
+        "radix_cache_backend": tree,
         "log_level": "warning",
         "random_seed": seed,
     }

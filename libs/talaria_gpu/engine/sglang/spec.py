@@ -18,3 +18,39 @@ class ModelSpec:
     dtype: str = "auto"
     context_tokens: int | None = None
     """Longest prompt + completion; None: the model's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """How weights are kept and moved."""
+
+    staging: bool = False
+    """Whether the next model's weights are staged in idle KV."""
+    chunk_bytes: int = 4 << 20
+    """Of a staged chunk."""
+    h2d_bytes_per_s: float | None = None
+    """Emulated bandwidth of weights from host to device; None: the real one. CPU only."""
+    d2d_bytes_per_s: float | None = None
+    """The same within the device."""
+    host_weights_bytes: int | None = None
+    """Bound of the host images; None: all stay on the host."""
+    weights_dir: Path | None = None
+    """For images that do not fit the bound; None: the system's temporary directory."""
+    canary_every: int = 0
+    """A golden-token canary runs at every so many switches; 0: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostKvOptions:
+    """How KV is kept on the host (3.5, 4.3)."""
+
+    capacity_bytes: int
+    """Of the pool, for all models."""
+    verify: bool = True
+    """Whether checksums are made and compared."""
+    suspends: bool = True
+    """Whether calls that still decode at a switch keep their rows; else they are retracted."""
+    d2h_gbps: float | None = None
+    """Emulated bandwidth of KV to the host, 10^9 bytes per second; None: the real one."""
+    h2d_gbps: float | None = None
+    """The same of KV to the device."""

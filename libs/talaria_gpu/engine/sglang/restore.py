@@ -1,0 +1,192 @@
+"""Prefixes from the host become ordinary hits: rows allocated, filled beside the computation, then put into the tree.
+
+Before SGLang admits a call, the longest prefix that the host has beyond what the device has is brought in. The path in
+the tree is locked from the match until the call is admitted; the new rows are in no tree, and so in nobody's way, until
+their copy has completed and its checksums were right (4.3, appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from talaria_gpu.engine.sglang.saving import Saver
+from talaria_gpu.hkvr.registry import Block
+from talaria_gpu.hkvr.store import HostKv, Restore
+from talaria_gpu.hkvr.transfer import DeviceKv
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A prefix on its way."""
+
+    request: Any
+    ids: Any
+    """Its tokens."""
+    have: int
+    """Tokens that the device had."""
+    lock: Any
+    """On the node where they end."""
+    slots: torch.Tensor
+    """Device rows for the rest."""
+    restore: Restore
+    keys: frozenset[bytes]
+    wanted: bool = True
+    """False: the call has gone meanwhile."""
+
+
+class Restorer:
+    """One model's.
+
+    Args:
+        store: the host's.
+        kv: the model's pool.
+        saver: knows the calls' keys.
+        tree: the model's prefix tree.
+        allocator: of its KV rows.
+    """
+
+    def __init__(self, store: HostKv, kv: DeviceKv, saver: Saver, tree: Any, allocator: Any) -> None:
+        self._store, self._kv, self._saver = store, kv, saver
+        self._tree, self._allocator = tree, allocator
+        self._coming: dict[str, _Coming] = {}
+        self._gone: list[_Coming] = []
+        """Of calls that went in mid-restore."""
+        self._held: dict[str, Any] = {}
+        """Locks on restored prefixes whose calls have not been admitted yet."""
+        self._device_had: dict[str, int] = {}
+        """For restored calls: tokens of the prefix that did not come from the host."""
+        self._refs: dict[str, list[Block]] = {}
+
+    # --- what is there
+
+    def refer(self, request: Any) -> None:
+        """A call has come: the blocks that it will want are the last to be evicted."""
+        blocks = self._matched(request)
+        self._store.registry.refer(blocks)
+        self._refs[request.rid] = blocks
+
+    def on_host(self, request: Any) -> int:
+        """Tokens of its prefix that the host has."""
+        return len(self._matched(request)) * self._kv.descriptor.block_tokens
+
+    def from_host(self, rid: str, start: int) -> bool:
+        """Whether a prefill that begins at `start` skips tokens that came from the host."""
+        return start > self._device_had.get(rid, start)
+
+    @property
+    def coming(self) -> int:
+        """Prefixes on their way."""
+        return len(self._coming) + len(self._gone)
+
+    @property
+    def busy(self) -> bool:
+        """Whether prefixes are on their way, or held for calls to come."""
+        return bool(self._coming or self._held or self._gone)
+
+    # --- bringing prefixes in
+
+    def prepare(self, requests: Iterable[Any]) -> set[str]:
+        """Start what the host has for these waiting requests; rids of those that must wait for it."""
+        waiting = set()
+        for request in requests:
+            rid = request.rid
+            if rid in self._coming or (rid not in self._held and not request.kv.holds_kv and self._start(request)):
+                waiting.add(rid)
+        return waiting
+
+    def publish(self, *, wait: bool = False) -> None:
+        """Put into the tree what has arrived (`wait`: everything, once it has)."""
+        for coming in [c for c in self._coming.values() if wait or c.restore.transfer.done]:
+            del self._coming[coming.request.rid]
+            self._arrived(coming)
+        for coming in [c for c in self._gone if wait or c.restore.transfer.done]:
+            self._gone.remove(coming)
+            self._arrived(coming)
+
+    def admitted(self, rid: str) -> None:
+        """SGLang holds the request's prefix itself now."""
+        self._tree.unlock(self._held.pop(rid, None))
+
+    def release(self) -> None:
+        """Give up every hold: the prefixes stay in the tree while nobody needs their rows."""
+        for rid in list(self._held):
+            self.admitted(rid)
+
+    def left(self, rid: str) -> None:
+        """The call is over, in whatever state. Rows of a prefix that is still coming are freed when it has arrived."""
+        self.admitted(rid)
+        self._device_had.pop(rid, None)
+        self._store.registry.unrefer(self._refs.pop(rid, []))
+        coming = self._coming.pop(rid, None)
+        if coming is not None:
+            coming.wanted = False
+            self._gone.append(coming)
+
+    # --- inside
+
+    def _matched(self, request: Any) -> list[Block]:
+        """What the host has, below the request's last token: that one must be computed."""
+        tokens = len(request.origin_input_ids) + len(request.output_ids) - 1
+        return self._store.registry.match(self._saver.keys(request, tokens))
+
+    def _start(self, request: Any) -> bool:
+        blocks = self._matched(request)
+        size = self._kv.descriptor.block_tokens
+        end = len(blocks) * size
+        if not end:
+            return False
+        ids = _ids(request)[:end]
+        match = self._tree.match_prefix(MatchPrefixParams(key=_key(request, ids)))
+        have = match.device_prefix_len
+        if have >= end:
+            return False
+        if any(blocks[have // size].key in coming.keys for coming in self._coming.values()):
+            return True  # another call's restore brings it
+        lock = self._tree.lock(match.last_device_node)  # before evicting: the path must stay
+        evict_from_tree_cache(self._tree, end - have)
+        slots = self._allocator.alloc(end - have)
+        if slots is None:
+            self._tree.unlock(lock)
+            return False  # no room for it now; then there is none for computing it either, and SGLang lets it wait
+        restore = self._store.restore(self._kv, blocks, slots.cpu(), have)
+        keys = frozenset(block.key for block in blocks[have // size :])
+        self._coming[request.rid] = _Coming(request, ids, have, lock, slots, restore, keys)
+        return True
+
+    def _arrived(self, coming: _Coming) -> None:
+        got = self._store.restored(coming.restore)
+        lost = coming.slots[got:]
+        if not got or not coming.wanted:
+            self._allocator.free(coming.slots)
+            self._tree.unlock(coming.lock)
+            return
+        if len(lost):
+            self._allocator.free(lost)
+        end = coming.have + got
+        path = self._tree.path_device_indices(coming.lock.node)
+        result = self._tree.insert(
+            InsertParams(
+                key=_key(coming.request, coming.ids[:end]),
+                value=torch.cat((path, coming.slots[:got])),
+                prev_prefix_len=coming.have,  # the path is the tree's already; what it got meanwhile frees ours
+            )
+        )
+        rid = coming.request.rid
+        self._held[rid] = self._tree.lock(result.last_device_node)
+        self._device_had[rid] = coming.have
+        self._tree.unlock(coming.lock)
+
+
+def _ids(request: Any) -> Any:
+    return request.origin_input_ids + request.output_ids
+
+
+def _key(request: Any, ids: Any) -> Any:
+    return RadixKey(ids, request.extra_key, cache_salt=request.cache_salt)
