@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from talaria_common.errors import EngineError
+
 CacheSource = Literal["none", "device", "host"]
 
 
@@ -118,6 +120,18 @@ class SwitchTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     h2d_bytes: int = 0
     retracted: int = 0
     """Calls that were decoding when the slot ended and will be prefilled again."""
+    suspended: int = 0
+    """Calls that were decoding and will go on where they were."""
+    dirty_bytes: int = 0
+    """Of `h2d_bytes`: staged, then overwritten by KV."""
+    missing_bytes: int = 0
+    """Of `h2d_bytes`: never staged."""
+    d2d_ms: float = 0.0
+    """From the start of the weights' copies until those within the device were over."""
+    h2d_ms: float = 0.0
+    """The same for those from host, which run beside them."""
+    canary: bool = False
+    """Whether the golden-token canary ran."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -144,6 +158,19 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Device rows held by running calls and by cached prefixes."""
     kv_epoch: int
     cached_sessions: int = 0
+    host_kv_tokens: int = 0
+    """Tokens of prefixes in host memory."""
+    restore_ms_per_token: float = 0.0
+    """Measured, EWMA; 0 while nothing was."""
+
+
+class SwitchFailedError(EngineError):
+    """A switch failed and was rolled back: `model` could not be opened, `active` is what serves now (None: nothing)."""
+
+    def __init__(self, model: str, active: str | None, reason: str) -> None:
+        super().__init__(f"the switch to {model} failed: {reason}")
+        self.model = model
+        self.active = active
 
 
 class Engine(Protocol):
@@ -188,7 +215,7 @@ class Engine(Protocol):
         ...
 
     def prefix_state(self, rid: str) -> PrefixState:
-        """What a waiting call would find cached; zeros if the call is unknown. Locks and changes nothing."""
+        """What a waiting call would find cached; zeros if the call is unknown. It locks nothing."""
         ...
 
     def step(self, admit: frozenset[str] | None) -> StepResult:
@@ -211,6 +238,42 @@ class Engine(Protocol):
 
         The outgoing model's prefix tree is flushed and its kv_epoch rises. Device addresses are compared with those
         at opening; a difference raises EngineError, and the engine must not be used any more.
+
+        Raises:
+            SwitchFailedError: the weights could not be brought in; the engine serves on as the error says.
+            EngineError: the engine must not be used any more.
+        """
+        ...
+
+    def stage(self, model: str) -> None:
+        """`model` is likely to be next: bring its weights close while the active model runs, as far as there is room.
+
+        May be called again and again. A no-op for the active model, and where nothing is staged.
+        """
+        ...
+
+    @property
+    def staging_slack_bytes(self) -> int:
+        """Bytes that a next model's weights could take now without evicting KV (3.5); 0 where nothing is staged."""
+        ...
+
+    def open_model(self, model: str) -> bool:
+        """Open a configured model that is closed. Returns False while its files are being read: ask again.
+
+        A call for it is refused until this has returned True; then it is one switch away.
+
+        Raises:
+            ModelNotFoundError: it is not configured.
+            EngineError: this model cannot be opened; the others serve on.
+        """
+        ...
+
+    def close_model(self, model: str) -> None:
+        """Close an open model without unfinished calls; its memory is free when this returns.
+
+        Raises:
+            ModelNotFoundError: it is not open.
+            BadRequestError: it has unfinished calls.
         """
         ...
 

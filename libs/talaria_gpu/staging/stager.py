@@ -53,6 +53,9 @@ class Stager:
         self._buffer, self._image, self._stream, self._ready = buffer, image, stream, ready
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"stage-{model}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to write; the plan's pages must have been leased."""
         self._thread.start()
 
     def reclaim(self, page: int) -> None:

@@ -25,6 +25,8 @@ class _Entry:
     file: ImageFile | None = None
     loading: Future[torch.Tensor] | None = None
     pins: int = 0
+    broken: bool = False
+    """The last read failed."""
 
 
 @dataclass(slots=True)
@@ -82,11 +84,11 @@ class WeightStore:
     def prefetch(self, name: str) -> bool:
         """Start reading the image in the background if it is on disk; whether it is on the host now.
 
-        A read that failed is forgotten here; `acquire` tries again and raises.
+        A read that failed is not tried again here; `acquire` does, and raises.
         """
         entry = self._entries[name]
         self._settle(entry)
-        if entry.image is None and entry.loading is None:
+        if entry.image is None and entry.loading is None and not entry.broken:
             try:
                 self._start(name, entry)
             except EngineError:  # everything else is pinned: there will be room after a switch
@@ -151,7 +153,10 @@ class WeightStore:
 
     def _evict(self, entry: _Entry) -> None:
         if entry.file is None and entry.image is not None:
-            entry.file = ImageFile(entry.image, self._directory)
+            try:
+                entry.file = ImageFile(entry.image, self._directory)
+            except OSError as e:
+                raise EngineError(f"an image could not be written to disk to make room: {e}") from e
         self._free(entry)
         self.stats.evictions += 1
 
@@ -194,4 +199,5 @@ class WeightStore:
             entry.used = next(self._serial)
         except (EngineError, OSError) as e:
             self.stats.failures.append(str(e))
+            entry.broken = True
         entry.loading = None

@@ -31,6 +31,12 @@ def plan_for(weight_bytes: int, free=range(8, PAGES)):
     return stage_plan(weight_bytes, segments, list(free), (SIZE - GAP, SIZE), chunk_bytes=CHUNK)
 
 
+def started(*args, **options) -> Stager:
+    stager = Stager(*args, **options)
+    stager.start()
+    return stager
+
+
 @pytest.fixture
 def streams():
     made = HostStream("d2d"), HostStream("h2d")
@@ -55,7 +61,7 @@ def switch_to(stager, buffer, image, streams):
 def test_all_that_fits_is_staged_and_gathered(streams, weight_bytes):
     buffer, image = random_bytes(SIZE, 0), random_bytes(weight_bytes, 1)
     stage = plan_for(weight_bytes)
-    stager = Stager("b", stage, streams[1], buffer=buffer, image=image)
+    stager = started("b", stage, streams[1], buffer=buffer, image=image)
     stager.join()
     assert stager.bytes_in(State.CLEAN) == stage.covered_bytes
     plan = switch_to(stager, buffer, image, streams)
@@ -78,7 +84,7 @@ def test_pages_taken_back_while_chunks_are_written(streams, seed):
     buffer, image = random_bytes(SIZE, 0), random_bytes(110_000, seed)
     slow = HostStream("slow", bytes_per_s=5e6)
     stage = plan_for(110_000)
-    stager = Stager("b", stage, slow, buffer=buffer, image=image)
+    stager = started("b", stage, slow, buffer=buffer, image=image)
     pages = list(stage.pages)
     taken: list[int] = []
     for _ in range(6):
@@ -116,7 +122,7 @@ class GatedStream(HostStream):
 def test_a_chunk_is_not_clean_before_its_copy_is_over():
     stream = GatedStream()
     buffer, image = random_bytes(SIZE, 0), random_bytes(3 * CHUNK, 1)
-    stager = Stager("b", plan_for(3 * CHUNK), stream, buffer=buffer, image=image)
+    stager = started("b", plan_for(3 * CHUNK), stream, buffer=buffer, image=image)
     stream.begun.acquire()
     assert stager.bytes_in(State.CLEAN) == 0
     assert stager.bytes_in(State.WRITING) > 0
@@ -133,7 +139,7 @@ def test_taking_pages_back_waits_for_the_chunk_in_flight_and_no_other():
     stream = GatedStream()
     buffer, image = random_bytes(SIZE, 0), random_bytes(60_000, 1)
     stage = plan_for(60_000)
-    stager = Stager("b", stage, stream, buffer=buffer, image=image)
+    stager = started("b", stage, stream, buffer=buffer, image=image)
     for _ in range(GAP // CHUNK + 1):  # the gap goes first
         stream.begun.acquire()
         stream.gate.release()
@@ -167,7 +173,7 @@ class FailingStream(HostStream):
 def test_a_failed_copy_ends_the_staging_and_loses_nothing(streams):
     buffer, image = random_bytes(SIZE, 0), random_bytes(60_000, 1)
     stream = FailingStream(good=5)
-    stager = Stager("b", plan_for(60_000), stream, buffer=buffer, image=image)
+    stager = started("b", plan_for(60_000), stream, buffer=buffer, image=image)
     stager.join()
     assert "the link is down" in (stager.error or "")
     assert switch_to(stager, buffer, image, streams).path == "partial"
@@ -176,7 +182,7 @@ def test_a_failed_copy_ends_the_staging_and_loses_nothing(streams):
 
 def test_a_gather_that_fails_says_so_when_nothing_is_in_flight_any_more(streams):
     buffer, image = random_bytes(SIZE, 0), random_bytes(60_000, 1)
-    stager = Stager("b", plan_for(60_000), streams[1], buffer=buffer, image=image)
+    stager = started("b", plan_for(60_000), streams[1], buffer=buffer, image=image)
     stager.join()
     failing = FailingStream(good=3)
     plan, bounce = stager.switch_plan(CHUNK), torch.empty(CHUNK, dtype=torch.uint8)

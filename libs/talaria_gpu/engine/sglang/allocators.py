@@ -121,7 +121,7 @@ class LowFirstPages(LowFirst, PagedTokenToKVPoolAllocator):  # type: ignore[misc
         self._ensure(need_size // self.page_size)
         return super().alloc(need_size)
 
-    def alloc_extend(
+    def alloc_extend(  # noqa: PLR0917 - SGLang's signature
         self,
         prefix_lens: torch.Tensor,
         prefix_lens_cpu: torch.Tensor,

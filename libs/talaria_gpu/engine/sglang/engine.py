@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from random import Random
 from typing import Any
 
+import msgspec
 import torch
-from sglang.srt.runtime_context import use_context
 
 from talaria_common.errors import BadRequestError, ContextLengthError, EngineError, ModelNotFoundError
-from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, StepResult, StepTokens, SwitchTiming
-from talaria_gpu.engine.sglang import checks, opening
+from talaria_gpu.engine.contract import (
+    EngineCall,
+    ModelInfo,
+    ModelLoad,
+    PrefixState,
+    StepResult,
+    StepTokens,
+    SwitchFailedError,
+    SwitchTiming,
+)
+from talaria_gpu.engine.sglang import canary, checks, opening
 from talaria_gpu.engine.sglang.calls import Call
 from talaria_gpu.engine.sglang.opening import OpenModel
-from talaria_gpu.engine.sglang.spec import ModelSpec
+from talaria_gpu.engine.sglang.spec import HostKvOptions, MemoryOptions, ModelSpec
+from talaria_gpu.engine.sglang.switching import Switcher
+from talaria_gpu.hkvr.store import HostKv, Stats
+from talaria_gpu.weights import checkpoint
 
 
 class SglangEngine:
     """The engine contract on SGLang. Not thread-safe.
 
     Args:
-        models: what to open, by name.
+        models: what to serve, by name. One whose files are damaged is left out, if another is whole.
         device: "cpu", "cuda" or "cuda:N"; `environment.prepare(device)` must have run.
         kv_tokens: KV rows of each model.
         page_size: rows per page of the KV allocator; prefixes are shared in whole pages.
@@ -32,6 +46,8 @@ class SglangEngine:
         buffer_bytes: the device buffer; None: what the largest model is estimated to need.
         threads: CPU threads of torch; None: leave as it is.
         seed: of the draws for calls that bring no seed.
+        memory: how weights are kept and moved.
+        host_kv: how KV is kept on the host; None: a switch forgets it, and retracts what decodes.
         poison: overwrite all but the weights with garbage at every switch, so that reading stale bytes shows.
         progress: told what is being done, in words.
 
@@ -51,39 +67,67 @@ class SglangEngine:
         buffer_bytes: int | None,
         threads: int | None,
         seed: int,
+        memory: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
+        host_kv: HostKvOptions | None = None,
         poison: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = torch.device(device)
-        self._poison = poison
         self._random = Random(seed)  # noqa: S311 - seeds of sampling, no secret
         self._active: str | None = None
         self._calls: dict[str, Call] = {}
         self._serial = 0
         size = opening.estimate_bytes(models, kv_tokens, page_size) if buffer_bytes is None else buffer_bytes
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self._switcher = Switcher(self._buffer, memory, poison=poison)
+        self._has_canary = memory.canary_every > 0
+        self._progress = progress
+        self._specs = dict(models)
+        self._host_kv = None if host_kv is None else _host_kv(host_kv, self._device)
+        self._suspended = 0
+        self._options: dict[str, Any] = {
+            "host_kv": self._host_kv,
+            "suspends": host_kv is not None and host_kv.suspends,
+            "device": device,
+            "kv_tokens": kv_tokens,
+            "page_size": page_size,
+            "max_running": max_running,
+            "chunked_prefill_tokens": chunked_prefill_tokens,
+            "seed": seed,
+        }
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._reading: dict[str, Future[None]] = {}
         self._models: dict[str, OpenModel] = {}
-        for name, spec in models.items():
-            started = time.perf_counter()
-            opened = opening.open_model(
-                name,
-                spec,
-                self._buffer,
-                device=device,
-                kv_tokens=kv_tokens,
-                page_size=page_size,
-                max_running=max_running,
-                chunked_prefill_tokens=chunked_prefill_tokens,
-                seed=seed,
-            )
-            self._models[name] = opened
-            progress(
-                f"{name}: {opened.region.weight_bytes / 1e6:.0f} MB weights, "
-                f"{opened.info.kv_capacity_tokens} KV tokens of {opened.info.kv_bytes_per_token} B, "
-                f"opened in {time.perf_counter() - started:.1f} s"
-            )
+        damaged = {name: problem for name, spec in models.items() if (problem := _damage(spec))}
+        for name, problem in damaged.items():
+            progress(f"{name} cannot be opened: {problem}")
+        if len(damaged) == len(models):
+            raise EngineError("; ".join(damaged.values()))
+        for name in models:
+            if name not in damaged:
+                self._open(name)
+
+    def _open(self, name: str) -> None:
+        """Build a model; the buffer holds its weights afterwards, and nothing is active meanwhile."""
+        started = time.perf_counter()
+        images: list[torch.Tensor] = []
+
+        def make_image(size: int) -> torch.Tensor:
+            images.append(self._switcher.store.make(name, size))
+            return images[0]
+
+        opened = opening.open_model(name, self._specs[name], self._buffer, make_image=make_image, **self._options)
+        self._switcher.store.put(name, images[0])
+        if self._has_canary:
+            opened.golden = canary.first_tokens(opened)
+        self._models[name] = opened
+        self._progress(
+            f"{name}: {opened.region.weight_bytes / 1e6:.0f} MB weights, "
+            f"{opened.info.kv_capacity_tokens} KV tokens of {opened.info.kv_bytes_per_token} B, "
+            f"opened in {time.perf_counter() - started:.1f} s"
+        )
 
     # --- what is open
 
@@ -128,19 +172,23 @@ class SglangEngine:
                 request = model.scheduler.submit(call, f"{self._serial:016x}", seed)
             except ValueError as e:
                 raise BadRequestError(str(e)) from e
+            model.residence.came(request)
         entry = Call(call, request)
         self._calls[call.rid] = entry
         model.calls[request.rid] = entry
 
     def abort(self, rid: str) -> bool:
-        """Drop a call in whatever state; its slot and KV are free when this returns."""
+        """Drop a call in whatever state; its slot and KV are free when this returns.
+
+        But for rows into which a prefix is being restored: they are free by the next step.
+        """
         entry = self._calls.get(rid)
         if entry is None:
             return False
         model = self._models[entry.call.model]
-        self._forget(model, entry)
         with _inside(model):
             model.scheduler.drop(entry.request)
+        self._forget(model, entry)
         return True
 
     def waiting(self, model: str) -> list[str]:
@@ -148,12 +196,23 @@ class SglangEngine:
         opened = self._model(model)
         return [opened.calls[r.rid].call.rid for r in opened.scheduler.queued() if r.rid in opened.calls]
 
+    def prefix_state(self, rid: str) -> PrefixState:
+        """See the contract; a look-up counts as a use for the prefix tree's eviction."""
+        entry = self._calls.get(rid)
+        if entry is None:
+            return PrefixState()
+        model = self._models[entry.call.model]
+        with _inside(model):
+            return model.residence.prefix_state(entry.request, active=entry.call.model == self._active)
+
     def has_unfinished(self, model: str) -> bool:
         """Whether the model has calls waiting, running or parked."""
         return bool(self._model(model).calls)
 
     def running(self, model: str) -> int:
         """Calls that hold device KV now, the half prefilled one included."""
+        if model != self._active:
+            return 0
         return sum(entry.request.kv.holds_kv for entry in self._model(model).calls.values())
 
     # --- steps
@@ -166,11 +225,12 @@ class SglangEngine:
         started = time.perf_counter()
         inner = None if admit is None else frozenset(self._calls[rid].request.rid for rid in admit & self._calls.keys())
         with _inside(model):
-            ran = model.scheduler.step(inner)
+            ran = model.residence.step(inner)
         fresh = again = 0
         for request, (start, length) in zip(ran.requests, ran.extents, strict=False):
             entry = model.calls.get(request.rid)
             if entry is not None:
+                entry.from_host |= model.residence.from_host(request.rid, start)
                 first, repeated = entry.account.extend(start, length)
                 fresh, again = fresh + first, again + repeated
         return StepResult(
@@ -203,6 +263,8 @@ class SglangEngine:
     def _forget(self, model: OpenModel, entry: Call) -> None:
         self._calls.pop(entry.call.rid, None)
         model.calls.pop(entry.request.rid, None)
+        with _inside(model):
+            model.residence.left(entry.request)
 
     # --- switches
 
@@ -219,36 +281,93 @@ class SglangEngine:
                 total_ms=0.0,
                 weight_bytes=target.region.weight_bytes,
             )
-        clock = _Phases(self._device)
-        retracted = 0
-        if source is not None:
-            outgoing = self._models[source]
-            with _inside(outgoing):
-                retracted = outgoing.scheduler.retract_all()
-            outgoing.kv_epoch += 1
-            outgoing.sessions.clear()
+        outgoing = None if source is None else self._models[source]
         self._active = None  # until the end: a failure in between leaves nothing that could be stepped
-        clock.mark()
-        copied = target.region.open_weights()
-        clock.mark()
-        if self._poison:
-            target.region.poison()
-        target.region.open_kv()
-        clock.mark()
-        checks.check_at_home(model, target.region)  # graphs and backends hold these addresses: equal, they stay valid
-        clock.mark()
+        try:
+            timing = self._switcher.switch(outgoing, target, self._leave, self._enter)
+        except SwitchFailedError as e:
+            self._active = e.active
+            raise
         self._active = model
-        clock.mark()
-        return SwitchTiming(
-            source=source or "",
-            target=model,
-            path="h2d",
-            phases_ms=clock.phases(),
-            total_ms=sum(clock.phases()),
-            weight_bytes=target.region.weight_bytes,
-            h2d_bytes=copied,
-            retracted=retracted,
-        )
+        return msgspec.structs.replace(timing, suspended=self._suspended)
+
+    def _leave(self, model: OpenModel) -> int:
+        """Phase 1: take the model's calls and prefixes off the device. How many calls were decoding."""
+        with _inside(model):
+            self._suspended, retracted = model.residence.leave()
+            if model.residence.take_forgot():
+                model.kv_epoch += 1
+        if not model.residence.keeps_prefixes:
+            model.sessions.clear()
+        return retracted
+
+    def _enter(self, model: OpenModel) -> None:
+        """Phase 5: the model's weights and KV tensors are in place: its suspended calls come back."""
+        with _inside(model):
+            model.residence.enter()
+
+    def stage(self, model: str) -> None:
+        """See the contract."""
+        if self._active is not None and model in self._models:
+            self._switcher.stage(self._models[self._active], self._models[model])
+
+    @property
+    def staging_slack_bytes(self) -> int:
+        """See the contract."""
+        return 0 if self._active is None else self._switcher.slack_bytes(self._models[self._active])
+
+    # --- opening and closing at run time
+
+    def open_model(self, model: str) -> bool:
+        """See the contract. Its files are read in the background; building it takes the engine's own thread."""
+        if model in self._models:
+            return True
+        if model not in self._specs:
+            raise ModelNotFoundError(f"model {model!r} is not configured here", param="model")
+        reading = self._reading.get(model)
+        if reading is None:
+            self._reading[model] = self._reader.submit(checkpoint.read_ahead, self._specs[model].path)
+            return False
+        if not reading.done():
+            return False
+        del self._reading[model]
+        reading.result()
+        with self._vacated():
+            self._open(model)
+        return True
+
+    def close_model(self, model: str) -> None:
+        """See the contract."""
+        opened = self._model(model)
+        if opened.calls:
+            raise BadRequestError(f"{model} has {len(opened.calls)} unfinished calls", param="model")
+        self._switcher.cancel()
+        if self._active == model:
+            self._leave(opened)
+            self._switcher.opened(None)
+            self._active = None
+        del self._models[model]
+        self._switcher.store.drop(model)
+        opened.region.release()
+        del opened
+        gc.unfreeze()  # what was built at start is frozen, and a scheduler is full of cycles
+        gc.collect()
+        gc.freeze()
+
+    @contextmanager
+    def _vacated(self) -> Iterator[None]:
+        """Inside, no model is active and the buffer may be overwritten; the active one comes back afterwards."""
+        active = None if self._active is None else self._models[self._active]
+        self._switcher.cancel()
+        self._active = None
+        if active is not None:
+            self._leave(active)
+        try:
+            yield
+        finally:
+            if active is not None:
+                self._switcher.switch(None, active, self._leave, self._enter)
+                self._active = active.info.name
 
     # --- state
 
@@ -266,7 +385,13 @@ class SglangEngine:
             kv_used_tokens=opened.info.kv_capacity_tokens - free,
             kv_epoch=opened.kv_epoch,
             cached_sessions=len(opened.sessions - {""}),
+            host_kv_tokens=opened.residence.host_tokens,
+            restore_ms_per_token=opened.residence.restore_ms_per_token,
         )
+
+    def host_kv_stats(self) -> Stats | None:
+        """Totals of the host KV; None: there is none."""
+        return None if self._host_kv is None else self._host_kv.stats()
 
     def check_idle(self) -> None:
         """See the contract: SGLang's own invariants, and ours, for every model."""
@@ -274,7 +399,10 @@ class SglangEngine:
             raise EngineError(f"not idle: {len(self._calls)} calls are unfinished")
         for name, model in self._models.items():
             with _inside(model):
+                model.residence.settle()
                 checks.check_idle(name, model.scheduler)
+        if self._host_kv is not None and (wrong := self._host_kv.check_idle()):
+            raise EngineError(f"host KV: {wrong}")
 
     def next_event_in(self) -> float | None:
         """Nothing ever happens by itself."""
@@ -282,6 +410,10 @@ class SglangEngine:
 
     def close(self) -> None:
         """Give the buffer and the host images back. The engine must not be used after this."""
+        self._reader.shutdown()
+        self._switcher.close()
+        if self._host_kv is not None:
+            self._host_kv.close()
         self._models.clear()
         self._calls.clear()
         self._active = None
@@ -294,26 +426,24 @@ class SglangEngine:
             raise ModelNotFoundError(f"model {name!r} is not open here", param="model") from None
 
 
-@contextmanager
-def _inside(model: OpenModel) -> Iterator[None]:
-    """Inside, the model's runtime context is SGLang's current one, and torch records nothing for gradients."""
-    with use_context(model.context), torch.inference_mode():
-        yield
+def _inside(model: OpenModel) -> AbstractContextManager[None]:
+    return model.inside()
 
 
-class _Phases:
-    """Marks the ends of a switch's five phases."""
+def _damage(spec: ModelSpec) -> str:
+    """What is wrong with the model's files; "" if nothing is."""
+    try:
+        checkpoint.check(spec.path)
+    except EngineError as e:
+        return str(e)
+    return ""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks = [time.perf_counter()]
 
-    def mark(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._marks.append(time.perf_counter())
-
-    def phases(self) -> tuple[float, float, float, float, float]:
-        """Save and teardown, open weights, KV shell, runtime and graphs, publish; ms."""
-        a, b, c, d, e = ((y - x) * 1e3 for x, y in zip(self._marks, self._marks[1:], strict=False))
-        return a, b, c, d, e
+def _host_kv(options: HostKvOptions, device: torch.device) -> HostKv:
+    return HostKv(
+        options.capacity_bytes,
+        device,
+        verify=options.verify,
+        d2h_gbps=options.d2h_gbps,
+        h2d_gbps=options.h2d_gbps,
+    )

@@ -7,17 +7,18 @@ follows. Done between loading and the making of attention backends and graphs, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from talaria_common.errors import EngineError
+from talaria_gpu.staging.plan import Segment
 
 ALIGN = 256
 """Bytes; every storage starts at a multiple of it, as allocators on devices do."""
-POISON = 0x7F
-"""Garbage byte: as float32 and bfloat16, 3.4e38 everywhere."""
+POISON = 0xFF
+"""Garbage byte: NaN as float32, float16 and bfloat16, so that what is computed from a stale byte shows."""
 
 
 def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -45,16 +46,23 @@ class Region:
         name: of the model, for messages.
         model: loaded and post-processed.
         pool: its KV pool.
-        page_size: rows of the padding page, which must read as zero.
+        page_size: rows per page; page 0 is the padding page, which must read as zero.
         buffer: uint8, on the device.
-        pin: whether the host image is page-locked.
+        make_image: gives host memory of a size in bytes; it is filled with the weights, and is `image` then.
 
     Raises:
         EngineError: weights and KV do not fit; the message shows the arithmetic.
     """
 
     def __init__(
-        self, name: str, model: torch.nn.Module, pool: Any, page_size: int, buffer: torch.Tensor, *, pin: bool
+        self,
+        name: str,
+        model: torch.nn.Module,
+        pool: Any,
+        page_size: int,
+        buffer: torch.Tensor,
+        *,
+        make_image: Callable[[int], torch.Tensor],
     ) -> None:
         self._buffer, self._model, self._pool, self._page_size = buffer, model, pool, page_size
         storages = self._storages()
@@ -64,8 +72,10 @@ class Region:
         self.kv_bytes_per_token = sum(layer[0].nbytes for layer in layers)
         self.end = self.weight_bytes + sum(_up(layer.nbytes) for layer in layers)
         self._check_fit(name)
-        self.image = torch.empty(self.weight_bytes, dtype=torch.uint8, pin_memory=pin)
-        self._move_weights(storages)
+        image = make_image(self.weight_bytes)
+        self._move_weights(storages, image)
+        self.segments: tuple[Segment, ...] = ()
+        """The KV tensors as staging sees them, ascending."""
         self._kv: list[torch.Tensor] = []
         self._move_kv(layers)
         self.open_kv()
@@ -91,7 +101,12 @@ class Region:
             f"({size / mib:.1f} MiB). Set buffer_mib to at least {-(-self.end // mib)}, or kv_tokens lower"
         )
 
-    def _move_weights(self, storages: list[torch.UntypedStorage]) -> None:
+    @property
+    def gap(self) -> tuple[int, int]:
+        """[from, to) of the buffer above everything of this model."""
+        return self.end, self._buffer.numel()
+
+    def _move_weights(self, storages: list[torch.UntypedStorage], image: torch.Tensor) -> None:
         base_of: dict[int, int] = {}
         base = 0
         for storage in storages:
@@ -103,7 +118,7 @@ class Region:
             moved = base_of.get(tensor.untyped_storage().data_ptr())
             if moved is not None:  # None: moved already, for it hangs in two modules
                 tensor.data = self._view(tensor, moved + tensor.storage_offset() * tensor.element_size())
-        self.image.copy_(self._buffer[: self.weight_bytes])
+        image.copy_(self._buffer[: self.weight_bytes])
 
     def _move_kv(self, layers: list[torch.Tensor]) -> None:
         base = self.weight_bytes
@@ -113,6 +128,7 @@ class Region:
             layer.data = self._view(layer, base)
             row_bytes = layer[0].nbytes
             self._kv.append(self._buffer[base : base + self.rows * row_bytes].view(self.rows, row_bytes))
+            self.segments += (Segment(base, row_bytes * self._page_size),)
             base += _up(self.rows * row_bytes)
         latent = hasattr(self._pool, "kv_buffer")
         tables = {"k_data_ptrs": layers[0::2], "v_data_ptrs": layers[1::2]} if not latent else {}
@@ -133,10 +149,12 @@ class Region:
         """Where every weight and KV tensor of the model is now; equal to `home`, or something moved."""
         return tuple(t.data_ptr() for t in tensors_of(self._model)) + tuple(t.data_ptr() for t in kv_layers(self._pool))
 
-    def open_weights(self) -> int:
-        """Copy the host image low. Bytes copied."""
-        self._buffer[: self.weight_bytes].copy_(self.image, non_blocking=True)
-        return self.weight_bytes
+    def release(self) -> None:
+        """Let go of the buffer, whoever still holds the model: its tensors become empty."""
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._buffer.device)
+        for tensor in (*tensors_of(self._model), *kv_layers(self._pool)):
+            tensor.data = nothing.view(tensor.dtype)
+        self._kv.clear()
 
     def poison(self) -> None:
         """Overwrite all that is not the model's weights with garbage: whatever is read there unwritten shows."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +13,12 @@ from sglang.srt.runtime_context import use_context
 
 from talaria_common.errors import EngineError
 from talaria_gpu.engine.contract import ModelInfo
-from talaria_gpu.engine.sglang import checks, runtime
+from talaria_gpu.engine.sglang import allocators, checks, hosted, runtime, tree
 from talaria_gpu.engine.sglang.calls import Call
 from talaria_gpu.engine.sglang.layout import Region
 from talaria_gpu.engine.sglang.scheduler import SlotScheduler
 from talaria_gpu.engine.sglang.spec import ModelSpec
+from talaria_gpu.hkvr.store import HostKv
 
 SGLANG_RESERVE = 6
 """Tokens: of a context of n, SGLang takes prompts of up to n - 7 and prompt + completion of up to n - 2."""
@@ -31,10 +34,20 @@ class OpenModel:
     context: Any
     scheduler: SlotScheduler
     region: Region
+    residence: hosted.PlainModel
+    """Where its KV lives."""
     calls: dict[str, Call] = field(default_factory=dict)
     """Unfinished calls by SGLang's rid."""
     kv_epoch: int = 0
     sessions: set[str] = field(default_factory=set)
+    golden: tuple[int, ...] = ()
+    """First tokens of the canary's prompt, as generated right after opening; empty: no canary."""
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside, the model's runtime context is SGLang's current one, and torch records nothing for gradients."""
+        with use_context(self.context), torch.inference_mode():
+            yield
 
 
 def open_model(
@@ -48,8 +61,14 @@ def open_model(
     max_running: int,
     chunked_prefill_tokens: int,
     seed: int,
+    make_image: Callable[[int], torch.Tensor],
+    host_kv: HostKv | None = None,
+    suspends: bool = False,
 ) -> OpenModel:
     """Build one model over `buffer`; its weights are there when this returns, and every other model's are not.
+
+    `make_image` is called once, with the size in bytes of the weights' host image, and what it gives is filled.
+    `host_kv` and `suspends`: see `hosted.HostedModel`.
 
     Raises:
         EngineError: it does not fit, or SGLang differs from what this adapter assumes.
@@ -63,17 +82,16 @@ def open_model(
         max_running=max_running,
         chunked_prefill_tokens=chunked_prefill_tokens,
         seed=seed,
+        tree=None if host_kv is None else tree.BACKEND,
     )
     context = runtime.new_context(args)
     placed: list[Region] = []
 
     def place(scheduler: SlotScheduler) -> None:
         runner = scheduler.model_runner
-        placed.append(
-            Region(name, runner.model, runner.token_to_kv_pool, page_size, buffer, pin=buffer.device.type == "cuda")
-        )
+        placed.append(Region(name, runner.model, runner.token_to_kv_pool, page_size, buffer, make_image=make_image))
 
-    with use_context(context), runtime.building(device):
+    with use_context(context), runtime.building(device), allocators.low_first():
         scheduler = SlotScheduler(args, runtime.port_args(), on_memory=place)
     region = placed[0]
     checks.check_built(name, scheduler, kv_tokens, page_size)
@@ -89,7 +107,8 @@ def open_model(
         eos_token_ids=tuple(sorted(scheduler.model_config.hf_eos_token_id or ())),
         vocab_size=scheduler.model_config.vocab_size,
     )
-    return OpenModel(info=info, context=context, scheduler=scheduler, region=region)
+    home = hosted.residence(host_kv, name, spec, scheduler, suspends=suspends)
+    return OpenModel(info=info, context=context, scheduler=scheduler, region=region, residence=home)
 
 
 def estimate_bytes(models: dict[str, ModelSpec], kv_tokens: int, page_size: int) -> int:
