@@ -15,7 +15,7 @@ from talaria_gpu.engine.driver import SlotDriver
 from talaria_gpu.engine.ipc import SlotEnded, Stepped
 from talaria_gpu.engine.sim.device import ModelSpec, Phases
 from talaria_gpu.engine.sim.engine import SimEngine
-from talaria_gpu.sched.slots import SlotConfig
+from talaria_gpu.sched.config import SlotConfig
 from talaria_replay.sim.events import VirtualClock
 
 
@@ -67,7 +67,7 @@ def life(
         if wake is None:
             break
         clock.set(wake)
-        engine.horizon = clock.now() + driver.boundary_ms / 1000
+        engine.horizon, engine.most_steps = clock.now() + driver.boundary_ms / 1000, driver.boundary_steps
         turns += 1
         assert turns < 200_000
         for report in driver.turn(clock.now()):

@@ -97,9 +97,9 @@ class Agent:
             self._heap.after(error.retry_after_s or 1.0, self._send)
             return
         call = self._calls[self._at]
-        self._laws.ended(call.session, call.call)
-        cached, source = self._usage
         now = self._clock.now()
+        self._laws.ended(call.session, call.call, now)
+        cached, source = self._usage
         self._records.append(
             CallRecord(
                 session=call.session,

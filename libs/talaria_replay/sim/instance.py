@@ -10,7 +10,7 @@ from talaria_common.wire import ForwardHead
 from talaria_gpu.engine.driver import SlotDriver
 from talaria_gpu.engine.ipc import Abort, Ready, Report, SlotEnded, Submit, Switched
 from talaria_gpu.engine.sim import SimEngine
-from talaria_gpu.sched.slots import SlotConfig
+from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.text.byte_tokenizer import ByteTokenizer
 from talaria_instance.core import InstanceCore
 from talaria_instance.messages import (
@@ -150,7 +150,7 @@ class SimInstance:
     def _turn(self) -> None:
         self._wake = None
         now = self._clock.now()
-        self.engine.horizon = now + self.driver.boundary_ms / 1000
+        self.engine.horizon, self.engine.most_steps = now + self.driver.boundary_ms / 1000, self.driver.boundary_steps
         reports = self.driver.turn(now)
         self.laws.after_turn()
         self._reports(reports)

@@ -53,6 +53,8 @@ class CallLaws:
     def __init__(self) -> None:
         self._begun: set[tuple[str, int]] = set()
         self._ended: set[tuple[str, int]] = set()
+        self.last_end = 0.0
+        """When a call last ended."""
 
     def begin(self, session: str, call: int) -> None:
         """It goes out for the first time."""
@@ -60,8 +62,9 @@ class CallLaws:
             raise LawError(f"call {call} of {session} began twice")
         self._begun.add((session, call))
 
-    def ended(self, session: str, call: int) -> None:
+    def ended(self, session: str, call: int, now: float) -> None:
         """It was answered, or failed for good."""
+        self.last_end = now
         if (session, call) in self._ended or (session, call) not in self._begun:
             raise LawError(f"call {call} of {session} ended twice, or never began")
         self._ended.add((session, call))

@@ -20,7 +20,7 @@ from talaria_common.errors import TalariaError
 from talaria_common.ids import PARTITIONS, hash_id
 from talaria_common.settings import InstanceSettings
 from talaria_common.wire import Completion, ForwardReply, Frame, RouteReply, Snapshot, TokenBatch
-from talaria_gpu.sched.slots import SlotConfig
+from talaria_gpu.sched.config import SlotConfig
 from talaria_instance.messages import Answer, CancelCall, Params, Prompt, Publish
 from talaria_replay.sim.device import ProfiledDevice
 from talaria_replay.sim.events import EventHeap
@@ -33,7 +33,7 @@ from talaria_telemetry import messages as telemetry
 from talaria_telemetry.core import TelemetryCore
 
 ROUTER_TICK_S = 0.1
-CALL_TICK_S = 0.25
+CALL_TICK_S = 1.0
 SILENCE_S = 1e9
 """Simulated parts do not die; the silence of an instance without work means nothing."""
 TENANT = "default"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -145,7 +146,13 @@ def model(name: str) -> Model:
     return _load("models", Model, name)
 
 
-def fit(rows: Sequence[tuple[Sequence[float], float]]) -> list[float]:
+def fit(rows: Sequence[tuple[Sequence[float], float]]) -> tuple[float, ...]:
+    """See `_fit`; each set of points is fitted once."""
+    return _fit(tuple((tuple(features), y) for features, y in rows))
+
+
+@cache
+def _fit(rows: tuple[tuple[tuple[float, ...], float], ...]) -> tuple[float, ...]:
     """Non-negative weights w that make sum(w·x) come close to y, by relative error: coordinate descent, deterministic.
 
     Args:
@@ -156,12 +163,13 @@ def fit(rows: Sequence[tuple[Sequence[float], float]]) -> list[float]:
     size = [max([row[j] for row in scaled] + [1e-300]) for j in range(width)]
     table = [[row[j] / size[j] for j in range(width)] for row in scaled]
     w = [0.0] * width
+    # Normal equations, solved coordinate by coordinate.
+    a = [[sum(row[j] * row[k] for row in table) for k in range(width)] for j in range(width)]
+    b = [sum(row[j] for row in table) for j in range(width)]
     for _ in range(3000):
         for j in range(width):
-            column = [row[j] for row in table]
-            rest = [1.0 - sum(row[k] * w[k] for k in range(width) if k != j) for row in table]
-            w[j] = max(0.0, sum(c * r for c, r in zip(column, rest, strict=True)) / sum(c * c for c in column))
-    return [v / s for v, s in zip(w, size, strict=True)]
+            w[j] = max(0.0, (b[j] - sum(a[j][k] * w[k] for k in range(width) if k != j)) / a[j][j])
+    return tuple(v / s for v, s in zip(w, size, strict=True))
 
 
 def parse_prefill(points: Points) -> list[tuple[int, int, float]]:
