@@ -271,6 +271,16 @@ def test_logprobs_and_token_ids(rig, build, key):
     assert [(t.token, t.logprob) for t in entry.top] == [("b", -0.7)]
 
 
+def test_impossible_token_has_a_number_that_json_can_say(rig, build, key):
+    rig.forward(key.rid, data=build.body(logprobs=True, top_logprobs=1))
+    (a, b) = build.ids("ab")
+    rig.step(StepTokens(rid=key.engine_rid, token_ids=[a], logprobs=[-0.5], top=[[(b, float("-inf"))]]))
+    rig.give(key, "c", finished="length", logprobs=[-0.1])
+    first, _ = rig.frames[key]
+    assert first.logprobs[0].top[0].logprob == -9999.0
+
+
+
 @pytest.mark.parametrize(
     ("finished", "error", "retryable"),
     [("error", EngineError, True), ("abort", EngineError, True), ("deadline", DeadlineError, False)],

@@ -11,6 +11,9 @@ from talaria_gpu.engine.contract import StepTokens
 from talaria_gpu.text import StopStrings, Tokenizer
 from talaria_instance.messages import CallKey, Prompt
 
+_MIN_LOGPROB = -9999.0
+"""OpenAI's stand-in for minus infinity, which JSON cannot say."""
+
 
 class Fed(NamedTuple):
     """What a step's tokens came to: a piece of output, and whether a stop string ended it."""
@@ -126,7 +129,8 @@ class OutputStream:
 
     def _logprob(self, token: int, logprob: float, top: list[TokenLogprob]) -> TokenLogprob:
         raw = self._tokenizer.token_bytes(token)
-        return TokenLogprob(token=raw.decode("utf-8", "replace"), logprob=logprob, bytes=list(raw), top=top)
+        shown = max(logprob, _MIN_LOGPROB)
+        return TokenLogprob(token=raw.decode("utf-8", "replace"), logprob=shown, bytes=list(raw), top=top)
 
 
 def error_frame(key: CallKey, seq: int, error: TalariaError, *, retryable: bool) -> Frame:
