@@ -233,12 +233,15 @@ class SglangEngine:
                 entry.from_host |= model.residence.from_host(request.rid, start)
                 first, repeated = entry.account.extend(start, length)
                 fresh, again = fresh + first, again + repeated
+        restored, restore_ms = model.residence.take_restored()
         return StepResult(
             kind=ran.kind,
             tokens=self._news(model, ran.requests),
             prefilled_tokens=fresh,
             recomputed_tokens=again,
             batch=len(ran.requests),
+            restored_tokens=restored,
+            restore_ms=restore_ms if restored else 0.0,
             wall_ms=(time.perf_counter() - started) * 1e3,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from talaria_gpu.engine.contract import PrefixState
@@ -49,6 +50,10 @@ class PlainModel:
         """One batch."""
         return self._scheduler.step(admit)
 
+    def take_restored(self) -> tuple[int, float]:
+        """Tokens restored since last asked, and the time of the steps that went into it, ms."""
+        return 0, 0.0
+
     def settle(self) -> None:
         """Nothing of ours is under way, and we hold nothing, when this returns."""
 
@@ -84,6 +89,7 @@ class HostedModel(PlainModel):
         self._saver = Saver(store, kv, tree)
         self._restorer = Restorer(store, kv, self._saver, tree, allocator)
         self._suspension = Suspension(store, kv, tree, allocator)
+        self._restored_tokens, self._restore_ms = 0, 0.0
         tree.on_checkpoint = self._saver.checkpoint
 
     @property
@@ -128,7 +134,7 @@ class HostedModel(PlainModel):
         hold may be in the way, and goes.
         """
         self._store.poll()
-        self._restorer.publish()
+        self._publish()
         self._make_room()
         ran = self._ran(self._ready(admit))
         if ran.kind == "idle" and self._in_the_way(admit):
@@ -152,7 +158,9 @@ class HostedModel(PlainModel):
             return admit
         places = self._scheduler.max_running_requests - len(self._scheduler.inflight())
         wanted = [request for request in queue if admit is None or request.rid in admit][: max(places, 0)]
+        started = time.perf_counter()
         coming = self._restorer.prepare(wanted)
+        self._restore_ms += (time.perf_counter() - started) * 1e3
         if not coming:
             return admit
         half = self._scheduler.chunked_req
@@ -172,7 +180,18 @@ class HostedModel(PlainModel):
 
     def _finish_copies(self) -> None:
         self._store.drain()
-        self._restorer.publish(wait=True)
+        self._publish(wait=True)
+
+    def _publish(self, *, wait: bool = False) -> None:
+        started = time.perf_counter()
+        self._restored_tokens += self._restorer.publish(wait=wait)
+        self._restore_ms += (time.perf_counter() - started) * 1e3
+
+    def take_restored(self) -> tuple[int, float]:
+        """See `PlainModel`. What was copied while others ran costs no time of a step."""
+        taken = self._restored_tokens, self._restore_ms
+        self._restored_tokens, self._restore_ms = 0, 0.0
+        return taken
 
     def settle(self) -> None:
         """Wait for every copy, and let every lock go; restored prefixes stay in the tree."""

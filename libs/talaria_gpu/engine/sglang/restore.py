@@ -81,11 +81,6 @@ class Restorer:
         return start > self._device_had.get(rid, start)
 
     @property
-    def coming(self) -> int:
-        """Prefixes on their way."""
-        return len(self._coming) + len(self._gone)
-
-    @property
     def busy(self) -> bool:
         """Whether prefixes are on their way, or held for calls to come."""
         return bool(self._coming or self._held or self._gone)
@@ -101,14 +96,16 @@ class Restorer:
                 waiting.add(rid)
         return waiting
 
-    def publish(self, *, wait: bool = False) -> None:
-        """Put into the tree what has arrived (`wait`: everything, once it has)."""
+    def publish(self, *, wait: bool = False) -> int:
+        """Put into the tree what has arrived (`wait`: everything, once it has). How many tokens."""
+        tokens = 0
         for coming in [c for c in self._coming.values() if wait or c.restore.transfer.done]:
             del self._coming[coming.request.rid]
-            self._arrived(coming)
+            tokens += self._arrived(coming)
         for coming in [c for c in self._gone if wait or c.restore.transfer.done]:
             self._gone.remove(coming)
             self._arrived(coming)
+        return tokens
 
     def admitted(self, rid: str) -> None:
         """SGLang holds the request's prefix itself now."""
@@ -160,13 +157,13 @@ class Restorer:
         self._coming[request.rid] = _Coming(request, ids, have, lock, slots, restore, keys)
         return True
 
-    def _arrived(self, coming: _Coming) -> None:
+    def _arrived(self, coming: _Coming) -> int:
         got = self._store.restored(coming.restore)
         lost = coming.slots[got:]
         if not got or not coming.wanted:
             self._allocator.free(coming.slots)
             self._tree.unlock(coming.lock)
-            return
+            return 0
         if len(lost):
             self._allocator.free(lost)
         end = coming.have + got
@@ -182,6 +179,7 @@ class Restorer:
         self._held[rid] = self._tree.lock(result.last_device_node)
         self._device_had[rid] = coming.have
         self._tree.unlock(coming.lock)
+        return got
 
 
 def _ids(request: Any) -> Any:

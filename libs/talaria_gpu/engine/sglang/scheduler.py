@@ -21,7 +21,9 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
@@ -103,6 +105,12 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
         """Requests whose prefill is not complete: the half prefilled one first, then retracted ones, then the rest."""
         half = [] if self.chunked_req is None else [self.chunked_req]
         return half + list(self.waiting_queue)
+
+    def cached_tokens(self, request: Req) -> int:
+        """Tokens of a request that lie in the prefix tree; all but the last one can be used."""
+        ids = array("q", [*request.origin_input_ids, *request.output_ids])
+        key = RadixKey(ids, extra_key=request.extra_key, limit=len(ids) - 1, cache_salt=request.cache_salt)
+        return int(self.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
 
     # --- calls
 

@@ -1,0 +1,208 @@
+"""What decodes when a slot ends keeps its exact rows and goes on: no prefill, the same tokens."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from talaria_gpu.models.reference import assert_greedy
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+QWEN3, MLA = "tiny-qwen3-random", "tiny-mla-random"
+MODELS = (QWEN3, MLA)
+NOBODY: frozenset[str] = frozenset()
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", params=[16, 1], ids=["page16", "page1"])
+def engine(request, make_engine):
+    from talaria_gpu.engine.sglang.spec import HostKvOptions
+
+    return make_engine(*MODELS, page_size=request.param, kv_tokens=640, host_kv=HostKvOptions(capacity_bytes=64 * MIB))
+
+
+@pytest.fixture
+def driver(engine, driver_for):
+    return driver_for(engine)
+
+
+@pytest.fixture(params=MODELS)
+def model(request, engine):
+    engine.switch(request.param)
+    return request.param
+
+
+def other(model):
+    return QWEN3 if model == MLA else MLA
+
+
+def test_decoding_goes_on_without_prefill(engine, driver, model, references, new_prompt):
+    rids = [driver.submit(model, new_prompt(n), 24) for n in (21, 40)]
+    for _ in range(6):
+        driver.step()
+    kept = [list(driver.outputs[rid].ids) for rid in rids]
+    timing = engine.switch(other(model))
+    assert (timing.suspended, timing.retracted) == (2, 0)
+    assert engine.running(model) == 0
+    assert engine.has_unfinished(model)
+    assert engine.waiting(model) == []
+    driver.run(other(model), new_prompt(120), 20)
+    engine.switch(model)
+    assert engine.running(model) == 2
+    assert driver.step(NOBODY).kind == "decode"
+    driver.drain(model)
+    for rid, before in zip(rids, kept, strict=True):
+        out = driver.outputs[rid]
+        assert out.ids[: len(before)] == before
+        assert out.last.recomputed_tokens == 0
+        assert_greedy(references[model], out.prompt, out.ids)
+
+
+def test_in_the_middle_of_a_chunked_prefill(engine, driver, model, references, new_prompt):
+    rid = driver.submit(model, new_prompt(180), 6)
+    assert driver.step().prefilled_tokens == 64
+    assert engine.switch(other(model)).suspended == 1
+    driver.run(other(model), new_prompt(30), 4)
+    engine.switch(model)
+    assert engine.waiting(model) == [rid]
+    assert driver.step(frozenset({rid})).prefilled_tokens == 64
+    driver.drain(model)
+    out = driver.outputs[rid]
+    assert (out.last.recomputed_tokens, out.last.prefilled_tokens) == (0, 180)
+    assert_greedy(references[model], out.prompt, out.ids)
+
+
+def test_abort_while_suspended(engine, driver, model, references, new_prompt):
+    stay, go = driver.submit(model, new_prompt(30), 20), driver.submit(model, new_prompt(31), 20)
+    for _ in range(4):
+        driver.step()
+    engine.switch(other(model))
+    assert engine.abort(go)
+    engine.switch(model)
+    driver.drain(model)
+    assert len(driver.outputs[go].ids) == 4
+    assert_greedy(references[model], driver.outputs[stay].prompt, driver.outputs[stay].ids)
+
+
+def test_abort_of_all_while_suspended_gives_the_room_back(engine, driver, model, references, new_prompt):
+    ids = new_prompt(180)
+    half, running = driver.submit(model, ids, 6), driver.submit(model, new_prompt(20), 20)
+    driver.step(frozenset({running}))
+    driver.step(frozenset({half}))
+    engine.switch(other(model))
+    before = engine.host_kv_stats().taken_bytes
+    assert engine.abort(half)
+    assert engine.abort(running)
+    assert engine.host_kv_stats().taken_bytes < before
+    assert not engine.has_unfinished(model)
+    engine.switch(model)
+    assert driver.step().kind == "idle"
+    out = driver.run(model, ids, 4)  # rows that were never put back must not be hit
+    assert out.cached <= 64
+    assert_greedy(references[model], out.prompt, out.ids)
+
+
+def test_new_calls_come_while_others_are_suspended(engine, driver, model, references, new_prompt):
+    old = driver.submit(model, new_prompt(30), 20)
+    driver.step()
+    driver.step()
+    engine.switch(other(model))
+    new = driver.submit(model, new_prompt(40), 6)
+    assert engine.waiting(model) == [new]
+    engine.switch(model)
+    driver.drain(model)
+    for rid in (old, new):
+        out = driver.outputs[rid]
+        assert out.last.recomputed_tokens == 0
+        assert_greedy(references[model], out.prompt, out.ids)
+
+
+def test_sampled_calls_say_the_same_with_and_without_suspension(engine, driver, model, new_prompt):
+    ids = new_prompt(30)
+    options = {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.5}
+    plain = driver.run(model, ids, 20, **options)
+    rid = driver.submit(model, ids, 20, **options)
+    for _ in range(5):
+        driver.step()
+    engine.switch(other(model))
+    engine.switch(model)
+    driver.drain(model)
+    assert driver.outputs[rid].ids == plain.ids
+
+
+def test_damaged_rows_are_computed_again(engine, driver, model, references, new_prompt):
+    rid = driver.submit(model, new_prompt(50), 12)
+    for _ in range(3):
+        driver.step()
+    engine.switch(other(model))
+    parked = engine._models[model].residence._suspension._parked
+    engine._host_kv._pool[parked.pieces[0].cell.offset] ^= 1
+    engine.switch(model)
+    assert engine.waiting(model) == [rid]
+    driver.drain(model)
+    out = driver.outputs[rid]
+    assert out.last.recomputed_tokens > 0
+    assert_greedy(references[model], out.prompt, out.ids)
+
+
+def test_no_room_retracts(make_engine, driver_for, references, new_prompt):
+    from talaria_gpu.engine.sglang.spec import HostKvOptions
+
+    engine = make_engine(*MODELS, host_kv=HostKvOptions(capacity_bytes=8 * 40000))
+    driver = driver_for(engine)
+    engine.switch(QWEN3)
+    rid = driver.submit(QWEN3, new_prompt(300), 12)
+    while not driver.outputs[rid].ids:
+        driver.step()
+    timing = engine.switch(MLA)
+    assert (timing.suspended, timing.retracted) == (0, 1)
+    engine.switch(QWEN3)
+    driver.drain(QWEN3)
+    assert_greedy(references[QWEN3], driver.outputs[rid].prompt, driver.outputs[rid].ids)
+
+
+def grown(random, driver, model, fresh):
+    """A new prompt, or a finished call's conversation carried on."""
+    finished = [o for o in driver.outputs.values() if o.finished and o.model == model and len(o.prompt) < 150]
+    if finished and random.random() < 0.6:
+        before = random.choice(finished)
+        return before.prompt + before.ids + fresh(random.randint(1, 20))
+    return fresh(random.randint(1, 140))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_life(engine, driver, references, new_prompt, seed):
+    """Random submits, admissions, aborts and switches over the host: tokens are exact, and nothing leaks."""
+    random, aborted = Random(seed), set()
+    suspended = switches = 0
+    before = engine.host_kv_stats().counts.restored
+    for _ in range(160):
+        what, model = random.random(), random.choice(MODELS)
+        if what < 0.18:
+            driver.submit(model, grown(random, driver, model, new_prompt), random.randint(1, 14))
+        elif what < 0.23:
+            calls = [r for r, o in driver.outputs.items() if not o.finished and r not in aborted]
+            if calls:
+                aborted.add(victim := random.choice(calls))
+                assert engine.abort(victim)
+        elif what < 0.33:
+            timing = engine.switch(model)
+            switches += timing.path != "none"
+            suspended += timing.suspended
+        elif engine.active is not None:
+            waiting = engine.waiting(engine.active)
+            some = frozenset(random.sample(waiting, random.randint(0, len(waiting))))
+            driver.step(random.choice([None, some, frozenset()]))
+    for model in MODELS:
+        engine.switch(model)
+        driver.drain(model)
+    engine.check_idle()
+    done = [o for rid, o in driver.outputs.items() if rid not in aborted]
+    assert switches > 3
+    assert suspended > 0
+    assert engine.host_kv_stats().counts.restored > before
+    assert len(done) > 10
+    for out in done:
+        assert out.finished == "length"
+        assert_greedy(references[out.model], out.prompt, out.ids)
