@@ -133,6 +133,31 @@ class InstanceSettings(_Section):
     kv_tokens: int = Field(4096, ge=64, description="device KV rows per model")
     buffer_mib: int | None = Field(None, ge=1, description="device buffer; default: just what weights and KV need")
     page_size: int = Field(16, ge=1, description="tokens per KV block: the granularity of prefix reuse")
+    host_kv_mib: int = Field(
+        0, ge=0, description="host memory for session KV, all models together; 0: a switch forgets every prefix"
+    )
+    host_kv_verify: bool = Field(True, description="checksums on KV in host memory, compared on restore")
+    emulate_kv_h2d_gbps: float | None = Field(
+        None, gt=0, description="restores take as long as at this bandwidth, 10^9 bytes/s (for a CPU as a miniature)"
+    )
+    emulate_kv_d2h_gbps: float | None = Field(None, gt=0, description="the same for KV on its way to the host")
+    staging: bool = Field(
+        True, description="the next model's weights are staged in idle device memory while the active one serves"
+    )
+    staging_chunk_mib: int = Field(4, ge=1, description="bytes of weights that are staged at a time")
+    host_weights_mib: int | None = Field(
+        None, ge=1, description="host memory for weight images; more waits on disk; default: all stay in memory"
+    )
+    host_weights_dir: str | None = Field(
+        None, description="where images that do not fit wait; default: the system's temporary directory"
+    )
+    canary: Literal["off", "always"] | Annotated[int, Field(ge=1)] = Field(
+        "off", description="off, always, or at every nth switch: known first tokens are compared, or it takes itself out"
+    )
+    emulate_weight_h2d_gbps: float | None = Field(
+        None, gt=0, description="weights come from host at this bandwidth, 10^9 bytes/s (for a CPU as a miniature)"
+    )
+    emulate_weight_d2d_gbps: float | None = Field(None, gt=0, description="the same for staged weights at a switch")
     max_running: int = Field(8, ge=1, description="calls in one batch")
     chunked_prefill_tokens: int = Field(1024, ge=64, description="prompt tokens in one prefill batch")
     max_queued: int = Field(64, ge=1, description="waiting calls before it rejects with `overloaded`")
@@ -190,6 +215,9 @@ class RouterSettings(_Section):
     nu_ms: float = Field(500.0, ge=0, description="nu: price of activating a model that is not resident (Eq. 1)")
     control_window_s: float = Field(
         10.0, gt=0, description="window over which opening and closing replicas is judged (Eq. 2)"
+    )
+    replica_idle_s: float = Field(
+        300.0, gt=0, description="a replica idle for this long is closed if others hold the model and Eq. 2 allows"
     )
     admission_unit_ms: float | None = Field(None, ge=0, description="default: the model's EWMA of a return's prefill")
     tenants: dict[Name, TenantSettings] = Field(

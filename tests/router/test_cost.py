@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.router.rig import Rig, model
+from talaria_router.messages import Ask, Control
+from tests.router.rig import Rig, model, only, outcome
 
 
 def terms(rig: Rig, session: str = "s", **more: Any) -> dict[str, dict[str, Any]]:
@@ -29,7 +30,7 @@ def test_a_new_session_on_an_idle_active_instance_costs_its_prefill():
     ("state", "act"), [("active", 0.0), ("host", 500.0), ("loading", 20_000.0), ("cold", 20_000.0)]
 )
 def test_activation_by_state(state: str, act: float):
-    assert terms(rig_with(a=model(state=state)))["a"]["act_ms"] == act
+    assert terms(rig_with(a=model(state=state), b=model()))["a"]["act_ms"] == act
 
 
 class TestKv:
@@ -108,8 +109,18 @@ def test_deadline_risk_makes_an_instance_less_attractive():
 class TestReplica:
     """Eq. 2: a model that is cold there is opened only if demand is worth it."""
 
+    def opened(self, rig: Rig, session: str = "s") -> str:
+        """Where the call has its model opened; it waits for that."""
+        request = rig.request(session)
+        effects = rig.do(Ask(request, "waiter"))
+        assert outcome(effects) is None
+        assert rig.state.waiting[request.rid].why == "open"
+        (control,) = only(effects, Control)
+        assert (control.verb, control.model) == ("open", "m")
+        return control.iid
+
     def test_a_model_that_nobody_holds_is_opened(self):
-        assert rig_with(a=model(state="cold"), b=model(state="cold")).ask().iid == "a"
+        assert self.opened(rig_with(a=model(state="cold"), b=model(state="cold"))) == "a"
 
     def test_not_while_another_serves_it_well(self):
         rig = rig_with(a=model(state="cold"), b=model(queued=1, queued_tokens=2000, running=4))
@@ -118,11 +129,12 @@ class TestReplica:
 
     def test_when_demand_is_refused_it_spills_into_a_replica(self):
         rig = rig_with(a=model(state="cold", open_ms=5000.0), b=model(queued=64, running=8))
-        assert rig.placed().iid == "a"
+        assert self.opened(rig) == "a"
 
     def test_a_dear_one_needs_more_demand(self):
         rig = rig_with(a=model(state="cold"), b=model(queued=64, running=8))
-        assert [rig.ask(f"s{i}").__class__.__name__ for i in range(3)] == ["Verdict", "Verdict", "Placement"]
+        assert [rig.ask(f"s{i}").__class__.__name__ for i in range(2)] == ["Verdict", "Verdict"]
+        assert self.opened(rig, "s3") == "a"
 
     def test_memory_pressure_has_a_price(self):
         big = model(state="cold", open_ms=8000.0, weight_bytes=64 << 30)
@@ -131,7 +143,7 @@ class TestReplica:
         rig.view(rig.snapshot("a", (big,), kv_occupancy=0.98), full, full=True)
         assert rig.refused().reason == "overloaded"
         rig.view(rig.snapshot("a", (big,), kv_occupancy=0.1), full, full=True)
-        assert rig.placed().iid == "a"
+        assert self.opened(rig) == "a"
 
 
 class TestLearning:

@@ -1,7 +1,7 @@
 """A call asks for a place: Algorithm 1 from the lease to the answer (DESIGN 4 step 2, DESIGN 5).
 
 What makes a call wait (a router that has just started and knows no instance yet, its session's record in the bucket, a
-health probe, room) puts it into `state.waiting` under
+health probe, room, the opening of its model) puts it into `state.waiting` under
 its rid, each wait bounded; asking again while it waits only renews who is to be answered.
 """
 
@@ -95,6 +95,9 @@ def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
                 return
     ranking = _rank(state, now, request, entry)
     state.counts.rejected.update(ranking.reasons)
+    if _opens(turn, request.model, ranking):
+        state.waiting[request.rid] = Waiting(case, "open", from_ms(request.deadline_ms), now)
+        return
     if _settle(turn, case, ranking, lease):
         return
     verdict = _refusal(state, request, ranking)
@@ -106,7 +109,7 @@ def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
 def room(turn: Turn) -> None:
     """Something changed: place those who wait for room, by priority, fair share and age; a full model is tried once."""
     state = turn.state
-    queue = {rid: w for rid, w in state.waiting.items() if w.why == "room"}
+    queue = {rid: w for rid, w in state.waiting.items() if w.in_line}
     while queue:
         w = state.fairness.next(queue.values())
         request = w.case.ask.request
@@ -114,18 +117,33 @@ def room(turn: Turn) -> None:
         if state.fairness.limited(request.tenant) is not None:
             queue = {rid: q for rid, q in queue.items() if q.case.ask.request.tenant != request.tenant}
             continue
-        entry = state.entry(w.case.key, w.case.partition)
-        if _settle(turn, w.case, _rank(state, turn.now, request, entry), "none"):
+        ranking = _rank(state, turn.now, request, state.entry(w.case.key, w.case.partition))
+        if _opens(turn, request.model, ranking):
+            w.why = "open"
+            queue = {rid: q for rid, q in queue.items() if q.case.ask.request.model != request.model}
+        elif _settle(turn, w.case, ranking, "none"):
             del state.waiting[request.rid]
         else:
             queue = {rid: q for rid, q in queue.items() if q.case.ask.request.model != request.model}
+
+
+def _opens(turn: Turn, model: str, ranking: Ranking) -> bool:
+    """Whether the best place is one where the model has to be opened first; then that is under way."""
+    state = turn.state
+    if not state.policy.eq2 or not ranking.order or ranking.order[0].state != "cold":
+        return False
+    control = state.replicas.open(ranking.order[0].iid, model, turn.now)
+    if control is not None:
+        state.counts.commands["open"] += 1
+        turn.out.append(control)
+    return True
 
 
 def heartbeat(turn: Turn) -> None:
     """Tell those who wait for room, and understand it, that they still do: before their api gives the ask up."""
     state, now = turn.state, turn.now
     every = state.config.ask_again_s * TELL_AT
-    queue = [w for w in state.waiting.values() if w.why == "room"]
+    queue = [w for w in state.waiting.values() if w.in_line]
     for w in queue:
         if not w.case.ask.request.may_wait or now - max(w.asked_at, w.told_at) < every or w.told_at > w.asked_at:
             continue
@@ -150,7 +168,7 @@ def _queue(turn: Turn, case: Case) -> bool:
     state, request = turn.state, case.ask.request
     if state.config.overload != "queue":
         return False
-    waiting = [w for w in state.waiting.values() if w.why == "room"]
+    waiting = [w for w in state.waiting.values() if w.in_line]
     if len(waiting) >= state.config.queue_max:
         out = state.fairness.makes_room(waiting, request.tenant, state.config.queue_max)
         if out is None:
@@ -186,7 +204,7 @@ def overdue(turn: Turn) -> None:
     """End the waits that have lasted long enough."""
     state, now = turn.state, turn.now
     for rid, w in list(state.waiting.items()):
-        if w.why == "room" and now - w.asked_at > ASKS_MISSED * state.config.ask_again_s:
+        if w.in_line and now - w.asked_at > ASKS_MISSED * state.config.ask_again_s:
             del state.waiting[rid]
         elif now >= w.until:
             state.counts.restore_timeouts += w.why == "restore"
@@ -201,8 +219,9 @@ def resume(turn: Turn, rid: str, *, probed: bool | None = None) -> None:
         _refuse(turn, w.case, verdicts.not_owner(w.case.partition))
     elif w.why == "view":
         proceed(turn, w.case)
-    elif w.why == "room":
-        _refuse(turn, w.case, verdicts.expired("no room before the call's deadline"))
+    elif w.in_line:
+        why = "no room" if w.why == "room" else "the model was not opened"
+        _refuse(turn, w.case, verdicts.expired(f"{why} before the call's deadline"))
     else:
         decide(turn, w.case, probed=probed)
     if state.probing.get(w.case.key) == rid and rid not in state.waiting:

@@ -36,10 +36,11 @@ class Case:
 
 @dataclass(slots=True)
 class Waiting:
-    """A call whose answer has to wait: for a view, its session's record, a health probe, or room."""
+    """A call whose answer has to wait: for a view, its session's record, a health probe, room, or its model."""
 
     case: Case
-    why: Literal["view", "restore", "probe", "room"]
+    why: Literal["view", "restore", "probe", "room", "open"]
+    """open: its model is being opened for it."""
     until: float
     asked_at: float
     """When it asked last."""
@@ -47,6 +48,11 @@ class Waiting:
     """When it was last told that it waits."""
     probe: str = ""
     """Instance that is being probed."""
+
+    @property
+    def in_line(self) -> bool:
+        """Whether it is placed as soon as the instances allow."""
+        return self.why in {"room", "open"}
 
 
 class Calls:

@@ -155,6 +155,11 @@ class Cluster:
             return self._last_view
         return now
 
+    def models(self, iid: str) -> dict[str, ModelState]:
+        """The models of an instance by name; to be read only."""
+        instance = self._instances.get(iid)
+        return instance.models if instance is not None else {}
+
     def residence(self, iid: str, model: str) -> str:
         """Where the model's weights are on the instance, as `ModelState.state`; "cold" if it is not known."""
         instance = self._instances.get(iid)

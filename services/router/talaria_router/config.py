@@ -45,6 +45,7 @@ class RouterConfig:
     mu_ms_per_gib: float = 2.0
     nu_ms: float = 500.0
     control_window_s: float = 10.0
+    replica_idle_s: float = 300.0
     admission_unit_ms: float | None = None
     heartbeat_s: float = 0.5
     missed: int = 3
@@ -80,6 +81,7 @@ class RouterConfig:
             mu_ms_per_gib=r.mu_ms_per_gib,
             nu_ms=r.nu_ms,
             control_window_s=r.control_window_s,
+            replica_idle_s=r.replica_idle_s,
             admission_unit_ms=r.admission_unit_ms,
             heartbeat_s=settings.mesh.heartbeat_s,
             missed=settings.mesh.missed,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from talaria_common.wire import ClusterView, Completion, SessionRecord, Snapshot
 from talaria_router import asking, following
 from talaria_router.config import RouterConfig
-from talaria_router.messages import Ask, Effect, Gained, Input, Lost, Probed, Restored, Tick
+from talaria_router.messages import Ask, Controlled, Effect, Gained, Input, Lost, Probed, Restored, Tick
 from talaria_router.state import RouterState, Turn
 
 
@@ -40,6 +40,8 @@ class RouterCore:
             following.restored(turn, message)
         elif isinstance(message, Probed):
             following.probed(turn, message)
+        elif isinstance(message, Controlled):
+            following.controlled(turn, message)
         elif isinstance(message, Gained):
             following.gained(turn, message)
         else:

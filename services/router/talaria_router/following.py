@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from talaria_common.clock import from_ms
+from talaria_common.ids import PARTITIONS
 from talaria_common.wire import ClusterView, Completion, Snapshot
 from talaria_router import asking
-from talaria_router.messages import Dirty, Follow, Gained, Lost, Probed, Restored
+from talaria_router.messages import Controlled, Dirty, Follow, Gained, Lost, Probed, Restored
+from talaria_router.replicas import leader
 from talaria_router.sessions import Entry
 from talaria_router.state import Owned, RouterState, Turn
 
@@ -114,8 +116,27 @@ def ticked(turn: Turn) -> None:
     follow = state.cluster.watch(now)
     if follow is not None:
         turn.out.append(Follow(follow))
+    if state.policy.eq2:
+        _replicas(turn)
     asking.room(turn)
     asking.heartbeat(turn)
+
+
+def controlled(turn: Turn, message: Controlled) -> None:
+    """An instance opens or closes a model, or will not: then those who wait for it look elsewhere."""
+    state = turn.state
+    state.counts.commands[f"{message.control.verb}_refused"] += not message.ok
+    state.replicas.answered(turn.now, message.control, ok=message.ok)
+    asking.room(turn)
+
+
+def _replicas(turn: Turn) -> None:
+    state = turn.state
+    demands = {model: state.demand(model, turn.now) for model in state.arrivals}
+    for control in state.replicas.look(turn.now, demands, len(state.owned) / PARTITIONS):
+        if leader(control.model) in state.owned:
+            state.counts.commands[control.verb] += 1
+            turn.out.append(control)
 
 
 def _off_the_load(state: RouterState, c: Completion) -> None:

@@ -5,7 +5,7 @@ The core also takes the wire structs `Completion`, `ClusterView` and `Snapshot` 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from talaria_common.wire import ClusterView, Completion, Event, RouteReply, RouteRequest, SessionRecord, Snapshot
 
@@ -46,11 +46,18 @@ class Lost(NamedTuple):
     partition: int
 
 
+class Controlled(NamedTuple):
+    """The answer to a `Control`; `ok` False: refused, or no answer came."""
+
+    control: Control
+    ok: bool
+
+
 class Tick(NamedTuple):
     """Time has passed: leases, placements, waits and staleness are looked at. Every 50 to 100 ms."""
 
 
-Input = Ask | Completion | ClusterView | Snapshot | Probed | Restored | Gained | Lost | Tick
+Input = Ask | Completion | ClusterView | Snapshot | Probed | Restored | Gained | Lost | Controlled | Tick
 
 
 class Reply(NamedTuple):
@@ -72,6 +79,14 @@ class Probe(NamedTuple):
     iid: str
 
 
+class Control(NamedTuple):
+    """Have `iid` open or close `model`; answer with `Controlled`."""
+
+    iid: str
+    verb: Literal["open", "close"]
+    model: str
+
+
 class Load(NamedTuple):
     """Read one session's record; answer with `Restored`. The core waits RESTORE_WAIT_S at most."""
 
@@ -90,4 +105,4 @@ class Follow(NamedTuple):
     on: bool
 
 
-Effect = Reply | Emit | Probe | Load | Dirty | Follow
+Effect = Reply | Emit | Probe | Load | Control | Dirty | Follow

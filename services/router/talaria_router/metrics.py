@@ -37,6 +37,7 @@ class RouterCollector(Collector):
         yield _count("talaria_router_restore_timeouts", "Sessions not read back in time", counts.restore_timeouts)
         yield _count("talaria_router_health_probes", "Health probes", counts.probes)
         yield _count("talaria_router_not_taken_up", "Placements not taken up", counts.not_taken_up)
+        yield _counts("talaria_router_replica_commands", "Opens and closes of Eq. 2", "what", counts.commands)
         yield _count("talaria_router_spilled", "Placements beyond the target, for want of room", counts.spilled)
         yield _count("talaria_router_queued", "Calls that had to wait for room", counts.queued)
         yield _gauges("talaria_router_in_flight", "Calls placed and not completed", "tenant", state.calls.in_flight)

@@ -13,6 +13,7 @@ from talaria_router.cluster import Cluster
 from talaria_router.config import EVENT_CANDIDATES, RouterConfig
 from talaria_router.cost import Call, Candidate, Place, candidate_of
 from talaria_router.policies import Policy
+from talaria_router.replicas import Replicas
 
 
 @dataclass(slots=True)
@@ -44,9 +45,9 @@ class Ranking:
         return None if others else self.longest
 
     def spill(self) -> Candidate | None:
-        """Where the call can go although the round check or Eq. 2 rules it out: the cheapest; None: nobody has room."""
+        """Where the call can go although the round check rules it out: the cheapest that holds the model, if any."""
         return min(
-            (c for c in self.refused if c.rejected in {"round", "replica"}),
+            (c for c in self.refused if c.rejected == "round" and c.state != "cold"),
             key=lambda c: (c.total_ms, c.calls, c.iid),
             default=None,
         )
@@ -107,11 +108,14 @@ class _Scan:
 class Ranker:
     """Ranks calls over live tables, which it only reads."""
 
-    def __init__(self, cluster: Cluster, boards: Boards, config: RouterConfig, policy: Policy) -> None:
+    def __init__(
+        self, cluster: Cluster, boards: Boards, config: RouterConfig, policy: Policy, replicas: Replicas
+    ) -> None:
         self._cluster = cluster
         self._boards = boards
         self._config = config
         self._policy = policy
+        self._replicas = replicas
 
     def rank(self, call: Call, now: float, demand: Demand) -> Ranking:
         """Rank the instances whose catalog has the call's model.
@@ -130,7 +134,7 @@ class Ranker:
                 scan.result.reasons[reason] += many - EVENT_CANDIDATES
         if board.fresh:
             if self._policy.eq2:
-                self._replicas(scan, board, demand)
+                self._worth_opening(scan, board, now, demand)
             else:
                 for _, _, iid in board.fresh:
                     candidate = scan.take(board.places[iid])
@@ -166,7 +170,7 @@ class Ranker:
             scan.admitted.append(candidate)
             insort(totals, candidate.total_ms)
 
-    def _replicas(self, scan: _Scan, board: Board, demand: Demand) -> None:
+    def _worth_opening(self, scan: _Scan, board: Board, now: float, demand: Demand) -> None:
         """Those that would have to open the model: the cheapest few must be worth it (Eq. 2)."""
         best_wait = min((c.wait_ms for c in scan.admitted), default=None)
         held, fit = scan.held, 0
@@ -177,6 +181,9 @@ class Ranker:
             place = board.places[iid]
             candidate = scan.take(place)
             if candidate is None:
+                continue
+            if not self._replicas.may_open(iid, scan.call.model, now, held=held):
+                scan.result.refuse(candidate, "replica")
                 continue
             fit += 1
             price = replica_price_ms(place.instance.snapshot, place.model, candidate.act_ms, self._config)

@@ -35,6 +35,8 @@ from talaria_router.config import PROBE_WAIT_S, RouterConfig
 from talaria_router.core import RouterCore
 from talaria_router.messages import (
     Ask,
+    Control,
+    Controlled,
     Dirty,
     Effect,
     Emit,
@@ -54,6 +56,8 @@ log = structlog.get_logger(__name__)
 
 TICK_S = 0.05
 READS_AT_ONCE = 64
+CONTROL_WAIT_S = 5.0
+"""Instances answer commands at once; what they start may take longer and shows in their snapshots."""
 
 
 class RouterShell:
@@ -193,6 +197,8 @@ class RouterShell:
                 self.spawn(self._load(effect.key))
             elif isinstance(effect, Probe):
                 self.spawn(self._probe(effect.iid))
+            elif isinstance(effect, Control):
+                self.spawn(self._control(effect))
             else:
                 assert isinstance(effect, Follow)
                 self._follow = effect.on
@@ -239,6 +245,21 @@ class RouterShell:
         except (BusError, WireError) as e:
             log.info("health probe failed", iid=iid, error=str(e))
         self._handle(Probed(iid, ok, epoch))
+
+    async def _control(self, control: Control) -> None:
+        iid, verb, model = control
+        request = ControlRequest(model=model, deadline_ms=to_ms(self._clock.now() + CONTROL_WAIT_S))
+        ok = False
+        try:
+            answer = await self._bus.request(subjects.control(iid, verb), encode(request), timeout_s=CONTROL_WAIT_S)
+            reply = decode(answer.data, ControlReply)
+            ok = reply.ok
+            log.info(
+                "replica command", iid=iid, verb=verb, model=model, ok=ok, error=reply.error and reply.error.message
+            )
+        except (BusError, WireError) as e:
+            log.warning("replica command failed", iid=iid, verb=verb, model=model, error=str(e))
+        self._handle(Controlled(control, ok))
 
     async def _follow_snapshots(self) -> None:
         async with self._follow_lock:

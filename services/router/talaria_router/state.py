@@ -19,6 +19,7 @@ from talaria_router.overlay import Overlay
 from talaria_router.policies import Policy, policy
 from talaria_router.profiles import Profiles
 from talaria_router.ranking import Ranker
+from talaria_router.replicas import Replicas
 from talaria_router.sessions import Entry, SessionTable
 
 
@@ -69,6 +70,8 @@ class Counts:
     """Sessions read back from the bucket."""
     restore_timeouts: int = 0
     probes: int = 0
+    commands: Counter[str] = field(default_factory=Counter)
+    """Replicas that were to be opened or closed, and refusals, by verb."""
     spilled: int = 0
     """Placements that no instance had room for within the target (overload = spill)."""
     queued: int = 0
@@ -91,9 +94,9 @@ class RouterState:
         self.leases = Leases(self.sessions, self.overlay)
         self.cluster = Cluster(config.heartbeat_s, config.missed)
         self.profiles = Profiles(config.admission_unit_ms)
-        self.ranker = Ranker(
-            self.cluster, Boards(self.cluster, self.overlay, self.profiles, config.budget_ms), config, self.policy
-        )
+        self.replicas = Replicas(self.cluster, self.overlay, self.profiles, config)
+        boards = Boards(self.cluster, self.overlay, self.profiles, config.budget_ms)
+        self.ranker = Ranker(self.cluster, boards, config, self.policy, self.replicas)
         self.calls = Calls()
         self.fairness = Fairness(self.calls, config.tenants, config.tenant)
         self.waiting: dict[str, Waiting] = {}

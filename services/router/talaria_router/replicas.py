@@ -1,0 +1,140 @@
+"""Eq. 2 acting (3.3): models are opened where a replica is worth its price, and closed where one has long been idle.
+
+The ranking decides that a replica is worth it; here stands what is under way, so that one demand opens one replica, and
+what an instance refused, so that it is not asked again and again. Hysteresis: a model has at most one opening at a
+time; what was closed is not opened for its gain within a control window; a replica is closed only after a long idle
+time, never the last one, and only if twice what its absence would cost stays below the price of opening it.
+"""
+
+from __future__ import annotations
+
+from talaria_common.ids import partition_of
+from talaria_common.wire import ModelState
+from talaria_router.admission import Demand, replica_gain_ms, replica_price_ms
+from talaria_router.board import HELD
+from talaria_router.cluster import Cluster, Instance
+from talaria_router.config import RouterConfig
+from talaria_router.messages import Control
+from talaria_router.overlay import Overlay
+from talaria_router.profiles import Profiles
+
+OPEN_WITHIN_S = 600.0
+"""An opening that no snapshot has shown by then is given up."""
+REFUSED_WINDOWS = 6.0
+"""An instance that refused is asked again after this many control windows."""
+
+Replica = tuple[str, str]
+"""(iid, model)."""
+
+
+class Replicas:
+    """What is being opened, what was refused, and since when replicas are idle. Times in seconds."""
+
+    def __init__(self, cluster: Cluster, overlay: Overlay, profiles: Profiles, config: RouterConfig) -> None:
+        self._cluster = cluster
+        self._overlay = overlay
+        self._profiles = profiles
+        self._config = config
+        self._opening: dict[str, tuple[str, float]] = {}
+        self._refused: dict[Replica, float] = {}
+        """Until when not to ask again."""
+        self._closed: dict[Replica, float] = {}
+        """Until when not to open again for gain."""
+        self._idle_since: dict[Replica, float] = {}
+        self._next_look = 0.0
+
+    def may_open(self, iid: str, model: str, now: float, *, held: bool) -> bool:
+        """Whether the model may be opened there now; `held`: somebody serves it, so it is for gain only."""
+        opening = self._opening.get(model)
+        if opening is not None:
+            return opening[0] == iid
+        replica = (iid, model)
+        if now < self._refused.get(replica, 0.0):
+            return False
+        return not held or now >= self._closed.get(replica, 0.0)
+
+    def open(self, iid: str, model: str, now: float) -> Control | None:
+        """Open the model there; None: that is under way."""
+        if model in self._opening:
+            return None
+        self._opening[model] = (iid, now + OPEN_WITHIN_S)
+        return Control(iid, "open", model)
+
+    def answered(self, now: float, control: Control, *, ok: bool) -> None:
+        """The instance's answer to a command."""
+        replica = (control.iid, control.model)
+        if not ok:
+            self._refused[replica] = now + REFUSED_WINDOWS * self._window_s
+            if self._opening.get(control.model, ("", 0.0))[0] == control.iid:
+                del self._opening[control.model]
+        elif control.verb == "close":
+            self._closed[replica] = now + self._window_s
+
+    def look(self, now: float, demands: dict[str, Demand], owned: float) -> list[Control]:
+        """Follow what is under way and close what is idle. `demands`: of the models that were asked for.
+
+        Each model is one router's business: the one that owns a partition derived from its name. Its own share of the
+        demand stands for the whole: `owned` is the part of all partitions that is ours.
+        """
+        for model, (iid, until) in list(self._opening.items()):
+            instance = self._cluster.get(iid)
+            state = instance.models.get(model) if instance is not None else None
+            if now >= until or state is None or state.state in HELD:
+                del self._opening[model]
+            elif state.state == "failed":
+                self.answered(now, Control(iid, "open", model), ok=False)
+        if now < self._next_look:
+            return []
+        self._next_look = now + self._window_s / 10
+        self._refused = {r: until for r, until in self._refused.items() if until > now}
+        self._closed = {r: until for r, until in self._closed.items() if until > now}
+        seen: set[Replica] = set()
+        out: list[Control] = []
+        for iid, instance in self._cluster.instances():
+            for state in instance.models.values():
+                if not self._idle(instance, state):
+                    continue
+                replica = (iid, state.name)
+                seen.add(replica)
+                idle_s = now - self._idle_since.setdefault(replica, now)
+                demand = demands.get(state.name, Demand())
+                whole = Demand(demand.arrivals_per_s / max(owned, 1e-3), demand.reserved_returns)
+                if not out and idle_s >= self._config.replica_idle_s and self._spare(instance, state, whole, now):
+                    # One at a time, and the same one not at once again: the next snapshots may judge otherwise.
+                    out.append(Control(iid, "close", state.name))
+                    self._idle_since[replica] = now
+        self._idle_since = {r: since for r, since in self._idle_since.items() if r in seen}
+        return out
+
+    def _idle(self, instance: Instance, model: ModelState) -> bool:
+        charge = self._overlay.of(instance.snapshot.iid, model.name)
+        used = model.queued or model.running or charge.calls or charge.leases
+        return model.state == "host" and not used
+
+    def _spare(self, instance: Instance, model: ModelState, demand: Demand, now: float) -> bool:
+        """Whether the idle replica is not worth what it occupies."""
+        iid = instance.snapshot.iid
+        if instance.snapshot.status != "ready" or self._cluster.health(iid, now) != "ok":
+            return False
+        if now < self._refused.get((iid, model.name), 0.0) or model.name in self._opening:
+            return False
+        waits = [
+            self._profiles.of(other, state).switch_ms if state.state == "host" else 0.0
+            for other in self._cluster.serving(model.name)
+            if other != iid
+            and self._cluster.health(other, now) == "ok"
+            and (state := self._cluster.models(other)[model.name]).state in {"active", "host"}
+        ]
+        if not waits:
+            return False
+        price = replica_price_ms(instance.snapshot, model, self._profiles.of(iid, model).open_ms, self._config)
+        return 2 * replica_gain_ms(demand, min(waits), 0.0, self._config) < price
+
+    @property
+    def _window_s(self) -> float:
+        return self._config.control_window_s
+
+
+def leader(model: str) -> int:
+    """The partition whose owner closes replicas of the model."""
+    return partition_of("", "", model)
