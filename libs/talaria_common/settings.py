@@ -142,7 +142,7 @@ class InstanceSettings(_Section):
     )
     emulate_kv_d2h_gbps: float | None = Field(None, gt=0, description="the same for KV on its way to the host")
     staging: bool = Field(
-        True, description="the next model's weights are staged in idle device memory while the active one serves"
+        False, description="the next model's weights are staged in idle device memory while the active one serves"
     )
     staging_chunk_mib: int = Field(4, ge=1, description="bytes of weights that are staged at a time")
     host_weights_mib: int | None = Field(
@@ -152,7 +152,7 @@ class InstanceSettings(_Section):
         None, description="where images that do not fit wait; default: the system's temporary directory"
     )
     canary: Literal["off", "always"] | Annotated[int, Field(ge=1)] = Field(
-        "off", description="off, always, or at every nth switch: known first tokens are compared, or it takes itself out"
+        "off", description="off, always, or at every nth switch: known first tokens are compared; if wrong, it stops"
     )
     emulate_weight_h2d_gbps: float | None = Field(
         None, gt=0, description="weights come from host at this bandwidth, 10^9 bytes/s (for a CPU as a miniature)"

@@ -11,7 +11,7 @@ from talaria_common.errors import (
     UnavailableError,
 )
 from talaria_common.wire import Completion, ControlRequest, SeenPlacements, Snapshot, TokenBatch
-from talaria_gpu.engine.contract import StepTokens, SwitchTiming
+from talaria_gpu.engine.contract import ModelLoad, StepTokens, SwitchTiming
 from talaria_gpu.engine.ipc import Fatal, Progress, Refused, SlotEnded, Switched
 from talaria_instance import messages as m
 
@@ -473,6 +473,22 @@ def test_snapshots_count_exactly_what_was_seen(rig, build):
     rig.now += 31
     rig.tell(m.Tick())
     assert rig.snapshot.seen["router-0/r0"].missing == ()
+
+
+def test_a_snapshot_tells_what_the_host_keeps(rig):
+    load = ModelLoad(
+        waiting=0,
+        running=0,
+        waiting_tokens=0,
+        kv_used_tokens=0,
+        kv_epoch=0,
+        host_kv_tokens=640,
+        restore_ms_per_token=0.25,
+    )
+    rig.status(loads=dict.fromkeys(("alpha", "beta"), load))
+    rig.tell(m.Tick())
+    for model in rig.snapshot.models:
+        assert (model.host_kv_tokens, model.restore_ms_per_token) == (640, 0.25)
 
 
 def test_a_snapshot_in_full(rig, build, key):

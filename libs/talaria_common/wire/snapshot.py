@@ -22,7 +22,8 @@ class ModelState(Wire, frozen=True, kw_only=True):
     queued_tokens: int = 0
     """Prompt tokens waiting for prefill."""
     kv_epoch: int = 0
-    """Rises when this model's device KV is forgotten: older prefix handles are then missing."""
+    """Rises when prefixes of this model are forgotten that neither device nor host has any more: older prefix handles
+    are then missing. A switch alone does not raise it where the host keeps what the device loses."""
     prefill_ms_per_token: float = 0.0
     """EWMA; 0 while nothing was measured."""
     decode_step_ms: float = 0.0
@@ -37,6 +38,8 @@ class ModelState(Wire, frozen=True, kw_only=True):
     """Measured time to make it active from cold, EWMA; 0 while nothing was measured."""
     restore_ms_per_token: float = 0.0
     """Measured time to restore KV from host, EWMA; 0 while nothing was measured."""
+    host_kv_tokens: int = 0
+    """Tokens of its prefixes in host memory."""
 
 
 class SeenPlacements(Wire, frozen=True, kw_only=True):

@@ -234,9 +234,10 @@ class Engine(Protocol):
         ...
 
     def switch(self, model: str) -> SwitchTiming:
-        """Make `model` active. What still decodes on the outgoing model is retracted: it waits again, tokens kept.
+        """Make `model` active. What still decodes on the outgoing model is suspended, and goes on where it was when its
+        model is active again; or, where the engine keeps no KV (or has no room), retracted: it waits again, tokens kept.
 
-        The outgoing model's prefix tree is flushed and its kv_epoch rises. Device addresses are compared with those
+        The outgoing model's device prefixes are gone. Its kv_epoch rises unless all of them can be restored. Device addresses are compared with those
         at opening; a difference raises EngineError, and the engine must not be used any more.
 
         Raises:

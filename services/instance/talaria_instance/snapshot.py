@@ -98,6 +98,8 @@ def _model(name: str, engine: EngineState, calls: list[CallLoad]) -> ModelState:
         decode_step_ms=status.decode_step_ms.get(name, 0.0) if status else 0.0,
         switch_ms=status.switch_ms.get(name, 0.0) if status else 0.0,
         cached_sessions=load.cached_sessions if load else 0,
+        restore_ms_per_token=load.restore_ms_per_token if load else 0.0,
+        host_kv_tokens=load.host_kv_tokens if load else 0,
         max_running=info.max_running if info else 0,
         weight_bytes=info.weight_bytes if info else 0,
     )

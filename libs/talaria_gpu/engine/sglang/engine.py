@@ -385,7 +385,7 @@ class SglangEngine:
             waiting=len(queued),
             running=self.running(model),
             waiting_tokens=sum(len(r.origin_input_ids) + len(r.output_ids) for r in queued),
-            kv_used_tokens=opened.info.kv_capacity_tokens - free,
+            kv_used_tokens=opened.info.kv_capacity_tokens - free if model == self._active else 0,
             kv_epoch=opened.kv_epoch,
             cached_sessions=len(opened.sessions - {""}),
             host_kv_tokens=opened.residence.host_tokens,

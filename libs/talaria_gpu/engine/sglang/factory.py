@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from talaria_common.settings import InstanceSettings, Settings
 from talaria_gpu.engine.sglang import environment
-from talaria_gpu.engine.sglang.spec import ModelSpec
+from talaria_gpu.engine.sglang.spec import HostKvOptions, MemoryOptions, ModelSpec
+from talaria_gpu.sched.ablation import Ablation
 
 if TYPE_CHECKING:
     from talaria_gpu.engine.sglang.engine import SglangEngine
@@ -58,6 +59,36 @@ def build(
         buffer_bytes=None if instance.buffer_mib is None else instance.buffer_mib * MIB,
         threads=instance.threads,
         seed=instance.seed,
+        memory=memory_options(instance),
+        host_kv=host_kv_options(instance),
         poison=poison,
         progress=progress,
+    )
+
+
+def memory_options(instance: InstanceSettings) -> MemoryOptions:
+    """How the instance keeps and moves weights. Emulated bandwidths are for CPUs."""
+    emulated = instance.device == "cpu"
+    h2d, d2d = instance.emulate_weight_h2d_gbps, instance.emulate_weight_d2d_gbps
+    every = {"off": 0, "always": 1}
+    return MemoryOptions(
+        staging=instance.staging and len(instance.models) > 1 and Ablation.named(instance.scheduler).staging,
+        chunk_bytes=instance.staging_chunk_mib * MIB,
+        h2d_bytes_per_s=h2d * 1e9 if emulated and h2d else None,
+        d2d_bytes_per_s=d2d * 1e9 if emulated and d2d else None,
+        host_weights_bytes=None if instance.host_weights_mib is None else instance.host_weights_mib * MIB,
+        weights_dir=Path(instance.host_weights_dir) if instance.host_weights_dir else None,
+        canary_every=every[instance.canary] if isinstance(instance.canary, str) else instance.canary,
+    )
+
+
+def host_kv_options(instance: InstanceSettings) -> HostKvOptions | None:
+    """How the instance keeps KV on the host; None: not at all."""
+    if not instance.host_kv_mib or not Ablation.named(instance.scheduler).hkvr:
+        return None
+    return HostKvOptions(
+        capacity_bytes=instance.host_kv_mib * MIB,
+        verify=instance.host_kv_verify,
+        d2h_gbps=instance.emulate_kv_d2h_gbps,
+        h2d_gbps=instance.emulate_kv_h2d_gbps,
     )
