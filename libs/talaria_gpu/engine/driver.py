@@ -14,9 +14,10 @@ from talaria_common.clock import Clock
 from talaria_common.errors import BadRequestError, DeadlineError, EngineError, TalariaError
 from talaria_gpu.engine.contract import Engine, EngineCall, StepResult, StepTokens, SwitchTiming
 from talaria_gpu.engine.ipc import Refused, Report, SlotEnded, Status, Stepped, Switched
-from talaria_gpu.engine.profiles import Profiles
 from talaria_gpu.sched import messages as ask
-from talaria_gpu.sched.slots import SlotConfig, SlotScheduler
+from talaria_gpu.sched.config import SlotConfig
+from talaria_gpu.sched.demand import Capacity
+from talaria_gpu.sched.slots import SlotScheduler
 
 _STUCK_PAUSE_MAX_S = 0.05
 
@@ -47,8 +48,9 @@ class SlotDriver:
         self._engine = engine
         self._clock = clock
         self._models = tuple(engine.models())
-        self._scheduler = SlotScheduler(self._models, config, engine.active, clock.now())
-        self._profiles = Profiles()
+        capacity = {name: Capacity(info.kv_capacity_tokens, info.max_running) for name, info in engine.models().items()}
+        self._scheduler = SlotScheduler(self._models, config, engine.active, clock.now(), capacity)
+        self._staging = config.ablation.staging
         self._under_way: ask.RunStep | _Switching | None = None
         self._idle_check_s = idle_check_s
         self._stuck_s = stuck_s
@@ -97,7 +99,9 @@ class SlotDriver:
             deadline = self._scheduler.next_deadline()
             return wait if deadline is None else min(wait, max(0.0, deadline - now))
         if not self._scheduler.resting:
-            return max(0.0, self._pause_until - now)
+            until = max(self._pause_until, self._scheduler.linger_until(now))
+            deadline = self._scheduler.next_deadline()
+            return max(0.0, (until if deadline is None else min(until, deadline)) - now)
         return None if self._check_at is None else max(0.0, self._check_at - now)
 
     def turn(self, now: float) -> list[Report]:
@@ -112,7 +116,10 @@ class SlotDriver:
             else:
                 self._step(under_way, reports)
             return reports
-        self._carry(now, self._scheduler.handle(now, ask.Turn()), reports)
+        prefixes = {rid: self._engine.prefix_state(rid) for rid in self._scheduler.asks()}
+        if self._staging and (upcoming := self._scheduler.upcoming) is not None:
+            self._engine.stage(upcoming)
+        self._carry(now, self._scheduler.handle(now, ask.Turn(prefixes)), reports)
         return reports
 
     @property
@@ -120,19 +127,29 @@ class SlotDriver:
         """See `SlotScheduler.boundary_ms`."""
         return self._scheduler.boundary_ms(self._clock.now())
 
+    @property
+    def boundary_steps(self) -> int | None:
+        """See `SlotScheduler.boundary_steps`."""
+        return self._scheduler.boundary_steps(self._clock.now())
+
     def status(self) -> Status:
         """What the heartbeat says."""
-        profiles = self._profiles
+        now, estimates, plan = self._clock.now(), self._scheduler.estimates, self._scheduler.plan
         return Status(
             active=self._engine.active,
             loads={model: self._engine.load(model) for model in self._models},
             prefilled_tokens=self._prefilled_tokens,
             switches=self._switches,
-            switch_ms=profiles.switch_ms,
-            decode_step_ms=profiles.decode_step_ms,
-            prefill_ms_per_token=profiles.prefill_ms_per_token,
-            slot_remaining_ms=self._scheduler.slot_remaining_ms(self._clock.now()),
+            switch_ms=estimates.switch_ms,
+            decode_step_ms=estimates.decode_step_ms,
+            prefill_ms_per_token=estimates.prefill_ms_per_token,
+            slot_remaining_ms=self._scheduler.slot_remaining_ms(now),
             idle_checked=self._idle_checked,
+            restore_ms_per_token=estimates.restore_ms_per_token,
+            staging_slack_bytes=self._engine.staging_slack_bytes,
+            at_risk=self._scheduler.at_risk(now),
+            round_planned_ms=plan.round_ms if plan else 0.0,
+            infeasible=",".join(plan.infeasible) if plan else "",
         )
 
     def close(self) -> None:
@@ -167,7 +184,6 @@ class SlotDriver:
         stepped = ask.Stepped(order.model, result, self._engine.waiting(order.model))
         self._scheduler.handle(now, stepped)
         self._watch(now, idle=result.kind == "idle")
-        self._profiles.step(order.model, result)
         self._prefilled_tokens += result.prefilled_tokens
         if result.tokens:
             reports.append(Stepped(model=order.model, result=result))
@@ -187,8 +203,9 @@ class SlotDriver:
         now, timing = self._clock.now(), switching.timing
         took_ms = max((now - switching.since) * 1000, timing.total_ms)
         self._switches += 1
-        self._profiles.switch(timing.target, took_ms)
-        self._scheduler.handle(now, ask.Switched(timing.target, took_ms))
+        left = self._engine.waiting(timing.source) if timing.source else ()
+        switched = ask.Switched(timing.target, took_ms, left, timing.suspended, timing.retracted)
+        self._scheduler.handle(now, switched)
         self._watch(now, idle=False)
         if self._scheduler.resting:
             self._check_at = now + self._idle_check_s
@@ -224,15 +241,5 @@ class SlotDriver:
 
 
 def _slot_ended(over: ask.SlotOver) -> SlotEnded:
-    return SlotEnded(
-        model=over.model,
-        wall_ms=over.wall_ms,
-        active_ms=over.active_ms,
-        switch_ms=over.switch_ms,
-        prefills=over.prefills,
-        decodes=over.decodes,
-        admitted=over.admitted,
-        deferred=over.deferred,
-        retracted=over.retracted,
-        reason=over.reason,
-    )
+    fields = {name: getattr(over, name) for name in SlotEnded.__struct_fields__ if name != "infeasible"}
+    return SlotEnded(**fields, infeasible=",".join(over.infeasible))

@@ -103,8 +103,37 @@ class SlotEnded(_Ipc, frozen=True, kw_only=True):
     reason: str
     """Why it ended, now that another model waits.
 
-    idle: the model had no work left; drained: all that ran finished in Dfin; budget: what still ran was retracted.
+    idle: nothing was left that the slot may run; drained: all that ran finished in Dfin; budget: what still ran was
+    suspended or retracted.
     """
+    p_ms: float = 0.0
+    """active = p + d1 + sp + d + dfin + linger (3.4, Eq. 3)."""
+    d1_ms: float = 0.0
+    sp_ms: float = 0.0
+    d_ms: float = 0.0
+    dfin_ms: float = 0.0
+    linger_ms: float = 0.0
+    """With nothing to run, waiting for a session that was about to return."""
+    sps: int = 0
+    """SP batches."""
+    sp_admitted: int = 0
+    """Calls that entered through SP."""
+    sp_carried: int = 0
+    """Those of them that P had no room for."""
+    sp_deferred: int = 0
+    """Continuations that came, or stayed, while the slot was open and wait for the model's next one."""
+    protected: int = 0
+    """d_m: decode iterations reserved (Eq. 4)."""
+    planned_ms: float = 0.0
+    """The slot as planned, its switch left out."""
+    round: int = 0
+    """Number of the round."""
+    round_planned_ms: float = 0.0
+    """R as planned (Eq. 3)."""
+    round_ms: float = 0.0
+    """From the round's start to the slot's end; of its last slot: R as measured."""
+    infeasible: str = ""
+    """Targets that the plan gave up, comma-separated: ttft (Eq. 5), tpot (Eq. 4)."""
 
 
 class Status(_Ipc, frozen=True, kw_only=True):
@@ -119,8 +148,19 @@ class Status(_Ipc, frozen=True, kw_only=True):
     decode_step_ms: dict[str, float]
     prefill_ms_per_token: dict[str, float]
     slot_remaining_ms: float
+    """Until the open slot admits nothing more; the whole slot while no other model has work."""
     idle_checked: int
     """How often the engine's own leak checks have passed while idle."""
+    restore_ms_per_token: dict[str, float] = {}
+    """EWMA of measured restores from host, by model."""
+    staging_slack_bytes: int = 0
+    """What a next model's weights could take on the device now without evicting KV (3.5)."""
+    at_risk: int = 0
+    """Waiting calls whose first token is predicted after T_TTFT or after their deadline."""
+    round_planned_ms: float = 0.0
+    """R of the round in progress; 0: one model at most has work."""
+    infeasible: str = ""
+    """As in `SlotEnded`, of the round in progress."""
 
 
 class Fatal(_Ipc, frozen=True, kw_only=True):

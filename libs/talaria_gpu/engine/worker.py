@@ -28,7 +28,8 @@ from talaria_gpu.engine.contract import Engine
 from talaria_gpu.engine.driver import SlotDriver
 from talaria_gpu.engine.ipc import Abort, Command, Fatal, Progress, Ready, Report, Stop, Submit
 from talaria_gpu.engine.link import Link, LinkClosedError
-from talaria_gpu.sched.slots import SlotConfig
+from talaria_gpu.sched.ablation import Ablation
+from talaria_gpu.sched.config import SlotConfig
 
 CONGESTED_BYTES = 8 << 20
 """With more than this unread by the I/O process, nothing is stepped and no command is read."""
@@ -159,6 +160,18 @@ def build(settings: Settings, instance: InstanceSettings, clock: Clock, link: Li
     return engine, {name: str(path) for name, path in paths.items()}
 
 
+def slot_config(settings: Settings, instance: InstanceSettings) -> SlotConfig:
+    """The slot scheduler's targets and budgets: the instance's own, and those that it shares with the router."""
+    return SlotConfig(
+        instance.slot_ms,
+        instance.drain_ms,
+        t_ttft_ms=settings.router.t_ttft_s * 1000,
+        gamma=settings.router.gamma,
+        t_tpot_ms=settings.router.t_tpot_ms,
+        ablation=Ablation.named(instance.scheduler),
+    )
+
+
 def serve(settings: Settings, iid: str, link: Link, signals: _Signals) -> None:
     """Build, announce, run, release. Raises whatever ends it other than `Stop` and SIGTERM."""
     clock = SystemClock()
@@ -166,7 +179,7 @@ def serve(settings: Settings, iid: str, link: Link, signals: _Signals) -> None:
     link.send([Progress(message=f"{iid}: starting the {instance.engine} engine")])
     engine, paths = build(settings, instance, clock, link)
     signals.serve()
-    driver = SlotDriver(engine, SlotConfig(instance.slot_ms, instance.drain_ms), clock)
+    driver = SlotDriver(engine, slot_config(settings, instance), clock)
     try:
         gc.collect()
         gc.freeze()  # what was built stays; the collector need not look at it while tokens wait

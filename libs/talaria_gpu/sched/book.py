@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from talaria_gpu.engine.contract import PrefixState
-from talaria_gpu.sched.config import RoundConfig
+from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.sched.demand import Batch
 from talaria_gpu.sched.estimates import Estimates, Ewma
 from talaria_gpu.sched.plan import Demand, Limits, RoundPlan, SlotPlan, plan_round
@@ -15,21 +15,18 @@ from talaria_gpu.sched.queue import ModelQueue
 class RoundBook:
     """Plans rounds from queues and estimates, and keeps count of them."""
 
-    def __init__(self, config: RoundConfig, estimates: Estimates, queues: Mapping[str, ModelQueue]) -> None:
+    def __init__(self, config: SlotConfig, estimates: Estimates, queues: Mapping[str, ModelQueue]) -> None:
         self._config = config
         self._estimates = estimates
         self._queues = queues
         self._sp_ms: dict[str, Ewma] = {}
+        self.lossy = not (config.suspends and config.ablation.hkvr)
+        """Whether a switch throws the running calls' prefill away; each switch shows it anew."""
         self._served: set[str] = set()
         self.plan: RoundPlan | None = None
         self.number = 0
         self.began = 0.0
         """Seconds."""
-
-    @property
-    def lossy(self) -> bool:
-        """Whether a switch throws the running calls' prefill away."""
-        return not (self._config.suspends and self._config.ablation.hkvr)
 
     def sp_ms(self, model: str) -> float:
         """What SP has used of a slot lately."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from talaria_gpu.engine.contract import PrefixState
 from talaria_gpu.sched.estimates import Estimates
-from talaria_gpu.sched.messages_new import Call
+from talaria_gpu.sched.messages import Call
 
 DECODE_RESERVE_TOKENS = 512
 """Rows that an admission leaves for a call's own decode, as far as it may generate that much."""

@@ -24,6 +24,40 @@ class Ewma:
         self.value = sample if self.value is None else self.value + _ALPHA * (sample - self.value)
 
 
+class Runs:
+    """Mean ms of a decode step, by runs of decode between prefills: each iteration of a run counts alike.
+
+    So one result that stands for many iterations (the sim engine in virtual time) teaches what they would have.
+    """
+
+    __slots__ = ("_ms", "_past", "_steps")
+
+    def __init__(self) -> None:
+        self._past: float | None = None
+        self._steps = 0
+        self._ms = 0.0
+
+    def add(self, steps: int, ms: float) -> None:
+        """Iterations of the run in progress."""
+        self._steps += steps
+        self._ms += ms
+
+    def end(self) -> None:
+        """The run is over."""
+        if self._steps:
+            mean = self._ms / self._steps
+            weight = 1 - (1 - _ALPHA) ** self._steps
+            self._past = mean if self._past is None else self._past + weight * (mean - self._past)
+            self._steps, self._ms = 0, 0.0
+
+    @property
+    def value(self) -> float:
+        """Of the runs before, or of the first one so far; 0: unknown."""
+        if self._past is not None:
+            return self._past
+        return self._ms / self._steps if self._steps else 0.0
+
+
 class Line:
     """cost = overhead + slope·tokens, least squares over fading samples; slope through 0 while all are of one size."""
 
@@ -61,7 +95,7 @@ class Estimates:
     """Of one engine, by model."""
 
     def __init__(self) -> None:
-        self._decode: dict[str, Ewma] = {}
+        self._decode: dict[str, Runs] = {}
         self._prefill: dict[str, Line] = {}
         self._restore: dict[str, Line] = {}
         self._switch: dict[str, Ewma] = {}
@@ -72,8 +106,10 @@ class Estimates:
         """Learn from a step."""
         tokens = result.prefilled_tokens + result.recomputed_tokens
         if result.kind == "decode":
-            self._decode.setdefault(model, Ewma()).add(result.wall_ms)
-        elif result.kind == "prefill" and tokens:
+            self._decode.setdefault(model, Runs()).add(result.steps, result.wall_ms)
+        elif result.kind == "prefill" and model in self._decode:
+            self._decode[model].end()
+        if result.kind == "prefill" and tokens:
             self._prefill.setdefault(model, Line()).add(tokens, max(0.0, result.wall_ms - result.restore_ms))
         if result.restored_tokens:
             self._restore.setdefault(model, Line()).add(result.restored_tokens, result.restore_ms)
@@ -81,12 +117,15 @@ class Estimates:
     def switch(self, model: str, ms: float) -> None:
         """Learn from a switch to `model`."""
         self._switch.setdefault(model, Ewma()).add(ms)
+        for runs in self._decode.values():
+            runs.end()
 
     # --- predicted, ms
 
     def decode_ms(self, model: str) -> float:
         """One decode step."""
-        return _known(self._decode.get(model))
+        runs = self._decode.get(model)
+        return runs.value if runs is not None else 0.0
 
     def prefill_ms(self, model: str, tokens: int) -> float:
         """One prefill step of so many prompt tokens."""
@@ -110,7 +149,7 @@ class Estimates:
     @property
     def decode_step_ms(self) -> dict[str, float]:
         """Milliseconds of one decode step, by model."""
-        return {m: e.value for m, e in self._decode.items() if e.value is not None}
+        return {m: runs.value for m, runs in self._decode.items() if runs.value}
 
     @property
     def switch_ms(self) -> dict[str, float]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from talaria_gpu.engine.contract import EngineCall, StepResult
+from talaria_gpu.engine.contract import EngineCall, PrefixState, StepResult
 
 
 class Phase(StrEnum):
@@ -39,6 +39,9 @@ class Call(NamedTuple):
     is_continuation: bool = False
     tokens: int = 0
     """Prompt length."""
+    max_new: int = 0
+    """Most tokens that it may generate."""
+    session: str = ""
 
     @classmethod
     def of(cls, call: EngineCall) -> Call:
@@ -51,6 +54,8 @@ class Call(NamedTuple):
             call.priority,
             call.is_continuation,
             len(call.input_ids),
+            call.sampling.max_new_tokens,
+            call.session,
         )
 
 
@@ -82,10 +87,16 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """`model` is in the device buffer; what still ran on the outgoing model waits again."""
+    """`model` is in the device buffer."""
 
     model: str
     switch_ms: float
+    left: Sequence[str] = ()
+    """`Engine.waiting` of the outgoing model now: what is not in it and ran is suspended, the rest waits again."""
+    suspended: int = 0
+    """Calls that still ran and kept their KV."""
+    retracted: int = 0
+    """Calls that still ran and lost it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The engine is free: what next? The answer holds at most one `RunStep` or `RunSwitch`; none: rest."""
+    """The engine is free: what next? The answer holds at most one `RunStep` or `RunSwitch`; none: rest.
+
+    `prefixes` are `Engine.prefix_state` of the calls that `asks` named.
+    """
+
+    prefixes: Mapping[str, PrefixState] = field(default_factory=dict)
 
 
 Message = Arrived | Left | Stepped | Switched | Tick | Turn
@@ -130,22 +146,54 @@ class AbortCall:
 
 @dataclass(frozen=True, slots=True)
 class SlotOver:
-    """A slot is over: one term of Eq. 3. Times in ms; `wall_ms` = `active_ms` + `switch_ms`."""
+    """A slot is over: one term of Eq. 3. Times in ms.
+
+    active = p + d1 + sp + d + dfin + linger, and wall = active + switch.
+    """
 
     model: str
-    active_ms: float
-    """Time in the slot with work of the model; idle time that nobody else wanted is not in it."""
     switch_ms: float
     """The switch that opened the slot."""
+    p_ms: float
+    d1_ms: float
+    sp_ms: float
+    d_ms: float
+    dfin_ms: float
+    linger_ms: float
+    """Spent waiting, with nothing to run, for a session that was about to return."""
+    sps: int
+    """SP batches."""
     prefills: int
     decodes: int
     admitted: int
-    """Calls that left the waiting queue."""
+    """Calls that left the waiting queue, those of SP included."""
+    sp_admitted: int
+    sp_carried: int
+    """Those of them that P had no room for."""
+    sp_deferred: int
+    """Continuations that came, or stayed, while the slot was open and wait for the model's next one (parked)."""
     deferred: int
-    """Calls that came, or did not fit, and wait for the model's next slot."""
+    """Calls that came, or did not fit, and wait for the model's next slot, new sessions included."""
     retracted: int
-    """Calls that still decoded; they are prefilled again in the next slot."""
+    """Calls that still decoded."""
+    protected: int
+    """d_m: the decode iterations reserved (Eq. 4)."""
+    planned_ms: float
+    """The slot as planned, without its switch; 0: it ended before a plan was needed."""
+    round: int
+    """Number of the round."""
+    round_planned_ms: float
+    """R as planned (Eq. 3); 0: as above."""
+    round_ms: float
+    """From the round's start to this slot's end; of its last slot: R as measured."""
+    infeasible: tuple[str, ...]
+    """Targets that the plan had to give up: "ttft" (Eq. 5), "tpot" (Eq. 4)."""
     reason: Literal["drained", "budget", "idle"]
+
+    @property
+    def active_ms(self) -> float:
+        """The slot without its switch; idle time that nobody else wanted is not in it."""
+        return self.p_ms + self.d1_ms + self.sp_ms + self.d_ms + self.dfin_ms + self.linger_ms
 
     @property
     def wall_ms(self) -> float:

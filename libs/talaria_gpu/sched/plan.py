@@ -11,6 +11,9 @@ Both targets can be out of reach, and then the plan says which it gives up, and 
 - `tpot`: the models' decode steps together leave no time for anything else. Then decode gets half of the round, the
   same number of iterations for every model.
 
+A round that has to grow anyhow gives each model as much time as its switch took, up to `slot_ms`: it must not do little
+but switch.
+
 Where KV does not outlive the switch (`lossy`), a slot that prefills for p ms also decodes for p ms: the end of the slot
 throws the prefill of what still runs away, and a slow device would otherwise do little but prefill the same calls.
 """
@@ -96,11 +99,12 @@ def plan_round(demands: Sequence[Demand], limits: Limits) -> RoundPlan:
             if plan is not None:
                 return plan
     share = step_ms / limits.t_tpot_ms
+    worth_it = switch_ms + sum(min(limits.slot_ms, d.switch_ms) for d in demands)
     if reachable and share <= _HALF:
-        round_ms = max(limits.round_ms, (switch_ms + first_ms + step_ms) / (1 - share))
+        round_ms = max(limits.round_ms, worth_it, (switch_ms + first_ms + step_ms) / (1 - share))
         return _grown(demands, limits, switch_ms, round_ms, infeasible=("ttft",))
     t_tpot_ms = step_ms / _HALF
-    needed = (switch_ms + first_ms + step_ms) / _HALF
+    needed = max(worth_it, (switch_ms + first_ms + step_ms) / _HALF)
     missed = ("tpot",) if needed <= limits.round_ms else ("ttft", "tpot")
     round_ms = max(needed, min(wanted, limits.round_ms))
     return _grown(demands, limits._replace(t_tpot_ms=t_tpot_ms), switch_ms, round_ms, infeasible=missed)

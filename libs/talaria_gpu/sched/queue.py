@@ -44,9 +44,15 @@ class ModelQueue:
         self._retract([rid for rid in self.running if rid in still])
         return len(started)
 
-    def retract_all(self) -> None:
-        """A switch: what ran waits again, in front."""
-        self._retract(list(self.running))
+    def after_switch(self, waiting: Sequence[str], *, suspended: int) -> None:
+        """The model was switched out: what ran goes on later where it was, or waits again, in front.
+
+        Args:
+            waiting: as `sync`.
+            suspended: how many calls kept their place.
+        """
+        still = set(waiting)
+        self._retract([rid for rid in self.running if not suspended or rid in still])
 
     def never_started(self) -> int:
         """Waiting calls that were not retracted."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from talaria_gpu.engine.contract import StepResult
-from talaria_gpu.sched.messages_new import Phase
+from talaria_gpu.sched.messages import Phase
 from talaria_gpu.sched.plan import SlotPlan
+
+_DECODING = {Phase.P: Phase.D1, Phase.SP: Phase.D}
+"""The phase that decode belongs to, while a batch of these waits."""
 
 
 @dataclass(slots=True)
@@ -78,14 +81,14 @@ class Slot:
 
     # --- the clock
 
-    def tick(self, now: float) -> None:
-        """Account the time since last looked to the phase."""
+    def tick(self, now: float, phase: Phase | None = None) -> None:
+        """Account the time since last looked to the phase (default: the present one)."""
         if self.mark is not None:
             passed = max(0.0, (now - self.mark) * 1000)
             if self.lingering:
                 self.linger_ms += passed
             else:
-                self.spent_ms[self.phase] += passed
+                self.spent_ms[phase or self.phase] += passed
             self.mark = now
 
     def enter(self, phase: Phase, now: float) -> None:
@@ -96,8 +99,24 @@ class Slot:
 
     # --- steps
 
-    def stepped(self, now: float, result: StepResult, started: Iterable[str], back: Iterable[str]) -> None:
-        """One step of the slot's model: `started` left the waiting queue, `back` returned to it (no KV left)."""
+    def stepped(
+        self,
+        now: float,
+        result: StepResult,
+        *,
+        started: Iterable[str] = (),
+        back: Iterable[str] = (),
+        restoring: Container[str] = (),
+    ) -> None:
+        """One step of the slot's model.
+
+        Args:
+            now: its end.
+            result: what it did.
+            started: calls that left the waiting queue in it.
+            back: calls that returned to the queue, without their KV.
+            restoring: calls whose prefix may be on its way from host: meanwhile the others decode.
+        """
         counts, began = self.counts, list(started)
         self.stuck, self.unsettled = result.kind == "idle", False
         for rid in back:
@@ -109,8 +128,9 @@ class Slot:
         if result.kind == "prefill":
             self._prefilled(result, began)
         elif result.kind == "decode":
-            self._decoded(result)
-        self.tick(now)
+            self._decoded(result, restoring)
+        decoding = result.kind == "decode"
+        self.tick(now, _DECODING.get(self.phase) if decoding else None)
 
     def _prefilled(self, result: StepResult, began: list[str]) -> None:
         self.counts.prefills += 1
@@ -123,15 +143,16 @@ class Slot:
             self.invested_ms.update(dict.fromkeys(began, share))
             self.pending_ms = 0.0
 
-    def _decoded(self, result: StepResult) -> None:
-        self.counts.decodes += 1
-        self.decoded += 1
+    def _decoded(self, result: StepResult, restoring: Container[str]) -> None:
+        self.counts.decodes += result.steps
+        self.decoded += result.steps
         self.decoded_ms += result.wall_ms
         self.boundary = True
-        # A decode though a batch was admitted: the device has no room for it now. Only what is owed is asked for again.
-        self.committed &= {self.owed} if self.owed else set()
+        # A decode though a batch was admitted: the device has no room for it now, or its prefix is still coming. Only
+        # that, and what is owed, is asked for again.
+        self.committed = {rid for rid in self.committed if rid == self.owed or rid in restoring}
         if not self.committed:
-            self.phase = {Phase.P: Phase.D1, Phase.SP: Phase.D}.get(self.phase, self.phase)
+            self.phase = _DECODING.get(self.phase, self.phase)
 
     # --- what is left
 

@@ -1,31 +1,38 @@
-"""The slot scheduler: which model is active, what may prefill now, when a slot ends (3.4, DESIGN 6).
+"""The slot scheduler: which model has the device, what may prefill now, when a slot ends (3.4, DESIGN 6).
 
-Rules of this version:
+While one model alone has work there are no rounds: everything that waits may prefill, and nothing is switched. As soon
+as a second one has work, time is shared out in rounds (`plan`): each model with work gets one slot in turn,
 
-- Models take slots in a fixed rotation; one without work is passed over. So a model with work waits for at most one
-  slot of each other model.
-- In P, SP and the phases between them every waiting call of the active model may prefill. After `slot_ms`, if another
-  model has work, the slot enters Dfin: it admits nothing and drains; what still runs at its end is retracted by the
-  switch. Dfin lasts for `drain_ms`, or for as long as the slot has prefilled if that is longer: what a slot prefills is
-  lost with the retraction, so on a slow device shorter slots would do little but prefill the same calls again. (Eq. 4
-  protects decode in the same spirit; budgets for P are not in this version.)
-- A slot ends early when its model has no work and another has. It never ends while no other model has work.
-- A slot owes its first waiting call a token: it does not enter Dfin before, or a prompt whose prefill takes longer than
-  a slot would be retracted in each of them and never be answered.
+    P → D1 → (SP → D)* → Dfin.
 
-So, while others wait, a slot lasts for `max(slot_ms, until the first call's first token) + max(drain_ms, time spent in
-prefill)` and at most the two steps that cross these two ends.
+- **P** prefills what waited when the slot opened, the most urgent first, as far as protected decode leaves room. The
+  first in line is always let in: a slot owes it a token, so every call is answered at last.
+- **SP**, at decode boundaries only, lets in calls that return while the slot is open (`admission`).
+- **Dfin** begins when nothing more fits beside protected decode, and admits nothing. The slot ends when d_m iterations
+  have run, all told, or nothing runs any more. Where a switch keeps no KV, it also waits until decode has run for as
+  long as the prefill that would be lost: on a slow device, slots would otherwise do little but prefill the same calls.
+- A batch of P or SP is chosen by prediction and, once begun, finished: half a prompt is of no use to anybody.
+- A slot ends early when there is nothing left for it to do; after a model's last call it lingers for the next return
+  if switching away and back would take longer (`returns`).
+
+So a model with work waits for at most one slot of each other model, and Eq. 5 bounds that wait as far as predictions
+hold; what cannot hold is in the plan's `infeasible`, and in every slot's report.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from talaria_gpu.engine.contract import StepResult
+from talaria_gpu.engine.contract import PrefixState, StepResult
+from talaria_gpu.sched import admission
+from talaria_gpu.sched.book import RoundBook
+from talaria_gpu.sched.config import SlotConfig
+from talaria_gpu.sched.demand import Batch, Capacity
+from talaria_gpu.sched.estimates import Estimates
 from talaria_gpu.sched.messages import (
     AbortCall,
     Arrived,
@@ -42,102 +49,85 @@ from talaria_gpu.sched.messages import (
     Tick,
     Turn,
 )
+from talaria_gpu.sched.plan import RoundPlan
 from talaria_gpu.sched.queue import ModelQueue
+from talaria_gpu.sched.returns import Returns
+from talaria_gpu.sched.slot import Slot
 
+Reason = Literal["drained", "budget", "idle"]
+__all__ = ["SlotConfig", "SlotScheduler"]
 _NOTHING: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class SlotConfig:
-    """Budgets of a slot."""
-
-    slot_ms: float
-    drain_ms: float
-    patience_ms: float = 10_000.0
-    """A call that has waited for this long goes before every priority of its model."""
-
-
-@dataclass(slots=True)
-class _Slot:
-    """The open slot. `opened` moves when work comes after an idle time: that time was nobody's loss."""
-
-    opened: float
-    busy_since: float | None
-    switch_ms: float = 0.0
-    busy_ms: float = 0.0
-    phase: Phase = Phase.P
-    drain_from: float = 0.0
-    owed: str | None = None
-    stuck: bool = False
-    """The last step found nothing to run."""
-    unsettled: bool = False
-    """A call was dropped, and the engine may release its KV only in its next step."""
-    prefill_ms: float = 0.0
-    prefills: int = 0
-    decodes: int = 0
-    admitted: int = 0
-
-    def stop_clock(self, now: float) -> None:
-        if self.busy_since is not None:
-            self.busy_ms += (now - self.busy_since) * 1000
-            self.busy_since = None
-
-    def stepped(self, kind: str, wall_ms: float, steps: int) -> None:
-        """Name the phase by what the step did."""
-        if kind == "prefill":
-            self.prefills += 1
-            self.prefill_ms += wall_ms
-            if self.phase in {Phase.D1, Phase.D}:
-                self.phase = Phase.SP
-        elif kind == "decode":
-            self.decodes += steps
-            if self.phase is Phase.P:
-                self.phase = Phase.D1
-            elif self.phase is Phase.SP:
-                self.phase = Phase.D
+_NO_PREFIX = PrefixState()
+_ASK_MAX = 64
+"""Prefix look-ups per turn and model."""
 
 
 class SlotScheduler:
     """The core. `handle` is its only way to change; times are seconds of one clock."""
 
-    def __init__(self, models: Sequence[str], config: SlotConfig, active: str | None = None, now: float = 0.0) -> None:
-        """Schedule `models`, in that rotation.
+    def __init__(
+        self,
+        models: Sequence[str],
+        config: SlotConfig,
+        active: str | None = None,
+        now: float = 0.0,
+        capacity: Mapping[str, Capacity] | None = None,
+    ) -> None:
+        """Schedule `models`.
 
         Args:
-            models: all models of the instance.
-            config: budgets.
+            models: all models of the instance; slots rotate in this order.
+            config: targets and budgets.
             active: the model that is in the device buffer already, if one is.
             now: the time.
+            capacity: of the device, by model.
         """
         self._order = {name: position for position, name in enumerate(models)}
         self._names = tuple(models)
         self._config = config
+        self._capacity = dict(capacity or {})
         self._queues = {name: ModelQueue() for name in models}
         self._model_of: dict[str, str] = {}
+        self._out: dict[str, int] = {}
+        self._prefixes: dict[str, PrefixState] = {}
+        self._fresh: set[str] = set()
+        """Calls whose prefix was looked up since the device's cache last changed."""
         self._deadlines: list[tuple[float, str]] = []
-        self._active = active
-        self._slot = None if active is None else _Slot(opened=now, busy_since=None)
+        self._slot = None if active is None else Slot(active, opened=now)
+        self._returns = Returns()
+        self.estimates = Estimates()
+        self._book = RoundBook(config, self.estimates, self._queues)
 
     # --- what it knows
 
     @property
     def active(self) -> str | None:
         """The model in the device buffer."""
-        return self._active
+        return self._slot.model if self._slot else None
 
     @property
     def phase(self) -> Phase | None:
         """The open slot's phase."""
         return self._slot.phase if self._slot else None
 
-    def model_of(self, rid: str) -> str | None:
-        """The model of an unfinished call; None: it is finished or was never here."""
-        return self._model_of.get(rid)
+    @property
+    def plan(self) -> RoundPlan | None:
+        """The round in progress; None while at most one model has work."""
+        return self._book.plan
+
+    @property
+    def upcoming(self) -> str | None:
+        """The model that gets the next slot: what staging may prepare. None: nobody waits."""
+        return self._next_other()
 
     @property
     def resting(self) -> bool:
         """No call is unfinished and the engine has nothing to release: `Turn` would ask for nothing."""
         return not self._model_of and not (self._slot and self._slot.unsettled)
+
+    def model_of(self, rid: str) -> str | None:
+        """The model of an unfinished call; None: it is finished or was never here."""
+        return self._model_of.get(rid)
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of an unfinished call, seconds."""
@@ -145,55 +135,114 @@ class SlotScheduler:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
+    def linger_until(self, now: float) -> float:
+        """Until when `Turn` would answer with nothing though calls wait (s); `now`: not so."""
+        slot, other = self._slot, self._next_other()
+        if slot is None or other is None or slot.plan is None or slot.unsettled:
+            return now
+        queue = self._queues[slot.model]
+        if queue.running or slot.phase is Phase.DFIN or slot.committed:
+            return now
+        until = self._worth_waiting(now, slot, other)
+        if until is None or until <= now or not queue.waiting.keys() <= self._fresh or self._eligible(now, slot):
+            return now
+        return until
+
     def slot_remaining_ms(self, now: float) -> float:
         """Until the slot admits nothing more; the whole slot while no other model has work, 0 in Dfin."""
         slot = self._slot
         if slot is None or slot.phase is Phase.DFIN:
             return 0.0
-        if self._next_other() is None:
+        if slot.plan is None:
             return self._config.slot_ms
-        return max(0.0, self._config.slot_ms - (now - slot.opened) * 1000)
+        return max(0.0, self._room(now, slot, 0.0))
+
+    def at_risk(self, now: float) -> int:
+        """Waiting calls whose first token is predicted after T_TTFT or after their deadline (deadline risk, 3.4)."""
+        return sum(
+            now + ms / 1000 > min(call.arrival + self._config.t_ttft_ms / 1000, call.deadline or math.inf)
+            for model, wait_ms in self._waits_ms(now).items()
+            for call, ms in self._first_tokens(model, wait_ms)
+        )
+
+    def asks(self) -> list[str]:
+        """The calls whose `Engine.prefix_state` the next `Turn` should bring: those it may have to choose among.
+
+        Each is asked for once while nothing happens that could change the answer.
+        """
+        slot = self._slot
+        if self._next_other() is None:
+            return []
+        rids: list[str] = []
+        for name, queue in self._queues.items():
+            if slot is None or name != slot.model:
+                rids += [rid for rid in itertools.islice(queue.waiting, _ASK_MAX) if rid not in self._prefixes]
+            elif slot.committed.isdisjoint(queue.waiting):
+                rids += [rid for rid in itertools.islice(queue.waiting, _ASK_MAX) if rid not in self._fresh]
+        return rids
 
     def boundary_ms(self, now: float) -> float:
-        """Until time alone changes what it asks for: a macro-step (sim engine) must be over by then. inf: never."""
+        """Until time alone may change what it asks for: a macro-step (sim engine) must be over by then. inf: never."""
         slot = self._slot
         if slot is None or self._next_other() is None:
             return math.inf
+        if slot.plan is None:
+            return 0.0
+        if slot.phase is not Phase.DFIN:
+            return max(0.0, self._room(now, slot, 0.0))
+        return max(0.0, slot.lost_ms) if self._book.lossy and slot.decoded >= slot.plan.decodes else math.inf
+
+    def boundary_steps(self, now: float) -> int | None:
+        """Decode iterations until their number may change what it asks for, likewise; None: never."""
+        slot = self._slot
+        if slot is None or self._next_other() is None:
+            return None
+        if slot.plan is None or slot.phase in {Phase.P, Phase.SP}:
+            return 1
         if slot.phase is Phase.DFIN:
-            return max(0.0, max(self._config.drain_ms, slot.prefill_ms) - (now - slot.drain_from) * 1000)
-        return max(0.0, self._config.slot_ms - (now - slot.opened) * 1000)
+            left = slot.plan.decodes - slot.decoded
+            return left if left > 0 else None
+        candidates = self._returning(slot)
+        if not candidates:
+            return None
+        # Steps faster than predicted make room for a return that does not fit now.
+        decode_ms, batch = self.estimates.decode_ms(slot.model), self._batch(slot)
+        short_ms = min(-self._room(now, slot, batch.cost_ms(call)) for call in candidates)
+        return 1 if short_ms <= 0 or not decode_ms else max(1, int(short_ms / decode_ms))
 
     # --- what it is told
 
     def handle(self, now: float, message: Message) -> list[Effect]:
         """Take `message` at time `now`; returns what to do, in order."""
         match message:
-            case Turn():
+            case Turn(prefixes=prefixes):
+                self._prefixes.update(prefixes)
+                self._fresh.update(prefixes)
                 return [*self._expire(now), *self._decide(now)]
             case Tick():
                 return self._expire(now)
             case Stepped(model=model, result=result, waiting=waiting):
-                self._stepped(model, result, waiting)
-                for tokens in result.tokens:
-                    if self._slot and tokens.rid == self._slot.owed and tokens.token_ids:
-                        self._slot.owed = None
-                    if tokens.finished:
-                        self._forget(now, tokens.rid)
+                self._stepped(now, model, result, waiting)
             case Arrived(call=call):
                 self._arrived(now, call)
             case Left(rid=rid):
                 self._forget(now, rid, dropped=True)
-            case Switched(model=model, switch_ms=switch_ms):
-                self._switched(now, model, switch_ms)
+            case Switched():
+                self._switched(now, message)
         return []
 
     def _arrived(self, now: float, call: Call) -> None:
         queue, slot = self._queues[call.model], self._slot
-        if call.model == self._active and slot and not queue:
-            if slot.phase is not Phase.DFIN and self._next_other() is None:
-                slot.opened, slot.phase, slot.owed, slot.prefill_ms = now, Phase.P, call.rid, 0.0
-            slot.busy_since = now
-            slot.stuck = False
+        if call.is_continuation:
+            self._returns.arrived(now, call.model, call.session)
+        if slot is not None and call.model == slot.model:
+            if not queue and slot.plan is None and self._next_other() is None:
+                slot.restart(now, call.rid)
+            else:
+                slot.late.add(call.rid)
+            if not queue:
+                slot.mark = now if slot.mark is None else slot.mark
+                slot.stuck = slot.empty = False
         queue.add(call)
         self._model_of[call.rid] = call.model
         if call.deadline:
@@ -202,29 +251,47 @@ class SlotScheduler:
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (call.deadline, call.rid))
 
-    def _stepped(self, model: str, result: StepResult, waiting: Sequence[str]) -> None:
+    def _stepped(self, now: float, model: str, result: StepResult, waiting: Sequence[str]) -> None:
         queue, slot = self._queues[model], self._slot
-        started = 0
+        self.estimates.step(model, result)
+        if result.kind == "prefill" or any(tokens.finished for tokens in result.tokens):
+            self._fresh.clear()
         # A decode starts nothing; it changes the queue only when it retracts, and then the number changes.
-        if result.kind != "decode" or len(waiting) != len(queue.waiting):
-            started = queue.sync(waiting)
-        if slot is None or model != self._active:
-            return
-        slot.stuck, slot.unsettled = result.kind == "idle", False
-        slot.admitted += started
-        slot.stepped(result.kind, result.wall_ms, result.steps)
+        before = set(queue.waiting) if result.kind != "decode" or len(waiting) != len(queue.waiting) else None
+        if before is not None:
+            queue.sync(waiting)
+        if slot is not None and slot.model == model:
+            gone = before - queue.waiting.keys() if before is not None else ()
+            back = queue.waiting.keys() - before if before is not None else ()
+            restoring = {rid for rid in slot.committed if self._prefixes.get(rid, _NO_PREFIX).host}
+            slot.stepped(now, result, started=gone, back=back, restoring=restoring)
+        for tokens in result.tokens:
+            if tokens.token_ids:
+                self._out[tokens.rid] = self._out.get(tokens.rid, 0) + len(tokens.token_ids)
+                if slot and slot.owed == tokens.rid:
+                    slot.owed = None
+            if tokens.finished:
+                call = queue.running.get(tokens.rid) or queue.waiting.get(tokens.rid)
+                if call is not None:
+                    self._returns.finished(now, model, call.session)
+                self._forget(now, tokens.rid)
 
-    def _switched(self, now: float, model: str, switch_ms: float) -> None:
-        if self._active is not None:
-            self._queues[self._active].retract_all()
+    def _switched(self, now: float, message: Switched) -> None:
+        model, switch_ms = message.model, message.switch_ms
+        if self._slot is not None:
+            self._queues[self._slot.model].after_switch(message.left, suspended=message.suspended)
+        if message.suspended or message.retracted:
+            self._book.lossy = message.retracted > 0
+        self.estimates.switch(model, switch_ms)
+        self._fresh.clear()
         queue = self._queues[model]
-        self._active = model
-        self._slot = _Slot(
-            opened=now,
-            busy_since=now if queue else None,
-            switch_ms=switch_ms,
-            owed=queue.first(queue.admissible(now, self._config.patience_ms)),
-        )
+        first = next(iter(queue.ranked(now, self._config.patience_ms)), None)
+        self._slot = slot = Slot(model, now, switch_ms, owed=first.rid if first else None, mark=now if queue else None)
+        if self._next_other() is None:
+            self._book.alone()
+        else:
+            slot.plan = self._book.slot(now - switch_ms / 1000, self._with_work(model), self._prefixes, self._out)
+            slot.end = now + slot.plan.length_ms / 1000
 
     def _forget(self, now: float, rid: str, *, dropped: bool = False) -> None:
         model = self._model_of.pop(rid, None)
@@ -232,12 +299,22 @@ class SlotScheduler:
             return
         queue, slot = self._queues[model], self._slot
         queue.remove(rid)
-        if slot and model == self._active:
-            if slot.owed == rid:
-                slot.owed = None
-            slot.unsettled = slot.unsettled or dropped
-            if not queue:
-                slot.stop_clock(now)
+        self._out.pop(rid, None)
+        self._prefixes.pop(rid, None)
+        self._fresh.discard(rid)
+        if slot is None or model != slot.model:
+            return
+        slot.invested_ms.pop(rid, None)
+        for each in (slot.committed, slot.late, slot.carried):
+            each.discard(rid)
+        if slot.owed == rid:
+            slot.owed = None
+        slot.unsettled = slot.unsettled or dropped
+        if not queue:
+            slot.tick(now)
+            slot.pending_ms = 0.0
+            if self._next_other() is None:
+                slot.mark = None
 
     def _expire(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -251,64 +328,221 @@ class SlotScheduler:
 
     # --- what it decides
 
+    def _decide(self, now: float) -> list[Effect]:
+        other, slot = self._next_other(), self._slot
+        if slot is None:
+            return [RunSwitch(other)] if other else []
+        slot.tick(now)
+        slot.lingering = False
+        if other is None:
+            return self._alone(now, slot)
+        if slot.plan is None:
+            self._compete(now, slot)
+        move = self._advance(now, slot, other)
+        if isinstance(move, frozenset):
+            return [RunStep(slot.model, move)]
+        if slot.unsettled:
+            return [RunStep(slot.model, _NOTHING)]  # so that no dropped call is carried over a switch
+        if move == "linger":
+            slot.lingering = True
+            return []
+        return [self._close(now, slot, move), RunSwitch(other)]
+
+    def _alone(self, now: float, slot: Slot) -> list[Effect]:
+        """Nobody else has work: whatever round there was is over, and everything may prefill."""
+        if slot.plan is not None:
+            slot.enter(Phase.D, now)
+            slot.plan = None
+        self._book.alone()
+        queue = self._queues[slot.model]
+        if queue:
+            return [RunStep(slot.model, queue.admissible(now, self._config.patience_ms))]
+        return [RunStep(slot.model, _NOTHING)] if slot.unsettled else []
+
+    def _compete(self, now: float, slot: Slot) -> None:
+        """A second model has work: what the slot has had since it opened counts, and all that waits now is P's."""
+        self._book.alone()
+        slot.plan = self._book.slot(now, self._with_work(slot.model), self._prefixes, self._out)
+        slot.empty = not self._queues[slot.model]
+        if slot.mark is None:
+            slot.opened = slot.mark = now
+        length_s = slot.plan.length_ms / 1000
+        slot.end = max(now, slot.opened + length_s)
+        self._book.began = max(slot.opened - slot.switch_ms / 1000, now - length_s)
+        slot.late.clear()
+        slot.phase = Phase.P
+
+    def _advance(self, now: float, slot: Slot, other: str) -> frozenset[str] | Reason | Literal["linger"]:
+        """Go on in the slot: the calls to admit in its next step, or why there is none."""
+        queue = self._queues[slot.model]
+        if slot.stuck and slot.phase is not Phase.DFIN:
+            slot.owed = None
+            slot.enter(Phase.DFIN, now)
+        slot.committed &= queue.waiting.keys()
+        if slot.committed and slot.boundary and slot.owed is None and self._room(now, slot, 0.0) <= admission.EPS_MS:
+            slot.committed.clear()  # decode ran while it waited for its prefix, and there is no time left
+        if not slot.committed and slot.phase is not Phase.DFIN:
+            slot.committed = set(self._open_p(now, slot) or self._open_sp(now, slot))
+        if slot.committed:
+            return frozenset(slot.committed)
+        if not queue.running:
+            return self._nothing_left(now, slot, other)
+        if slot.phase is Phase.DFIN and (slot.stuck or slot.earned(self._book.lossy)):
+            return "budget"
+        return _NOTHING
+
+    def _open_p(self, now: float, slot: Slot) -> list[str]:
+        """In P, its next batch; when nothing more of it fits, P is over."""
+        if slot.phase is not Phase.P:
+            return []
+        batch = self._batch_of_p(now, slot)
+        if not batch:
+            waiting = self._queues[slot.model].waiting.values()
+            slot.carried = {c.rid for c in waiting if c.is_continuation and c.rid not in slot.late}
+            slot.enter(Phase.D1, now)
+        return batch
+
+    def _open_sp(self, now: float, slot: Slot) -> list[str]:
+        """In decode, the batch of an SP that begins now, if there is one; enters Dfin when none can fit any more."""
+        if slot.phase is Phase.SP:
+            slot.enter(Phase.D, now)
+        if self._room(now, slot, 0.0) <= admission.EPS_MS:
+            slot.enter(Phase.DFIN, now)
+            return []
+        batch = self._eligible(now, slot) if slot.boundary or not self._queues[slot.model].running else []
+        if batch:
+            slot.enter(Phase.SP, now)
+            slot.counts.sps += 1
+        return batch
+
+    def _nothing_left(self, now: float, slot: Slot, other: str) -> Reason | Literal["linger"]:
+        if slot.phase is Phase.DFIN:
+            return "drained"
+        until = self._worth_waiting(now, slot, other)
+        return "linger" if until is not None and until > now else "idle"
+
+    def _worth_waiting(self, now: float, slot: Slot, other: str) -> float | None:
+        """Until when an idle slot waits for a return: never beyond its end, nor longer than leaving would cost."""
+        if not self._config.ablation.sp or self._room(now, slot, 0.0) <= admission.EPS_MS:
+            return None
+        leaving_ms = self.estimates.to_switch_ms(other) + self.estimates.to_switch_ms(slot.model)
+        until = self._returns.wait_until(slot.model, leaving_ms)
+        return None if until is None else min(until, slot.end)
+
+    def _batch_of_p(self, now: float, slot: Slot) -> list[str]:
+        reserve_ms = 0.0
+        if self._config.ablation.sp:
+            reserve_ms = min(self._book.sp_ms(slot.model), max(0.0, self._room(now, slot, 0.0)) / 2)
+        ranked = self._queues[slot.model].ranked(now, self._config.patience_ms)
+        return admission.for_p(slot, ranked, self._batch(slot), lambda ms: self._room(now, slot, ms) - reserve_ms)
+
+    def _eligible(self, now: float, slot: Slot) -> list[str]:
+        """The batch for an SP now."""
+        returning = self._returning(slot)
+        if not returning:
+            return []
+        rank = {c.rid: i for i, c in enumerate(self._queues[slot.model].ranked(now, self._config.patience_ms))}
+        returning.sort(key=lambda call: rank[call.rid])
+        return admission.fill(self._batch(slot), returning, lambda ms: self._room(now, slot, ms))
+
+    def _returning(self, slot: Slot) -> list[Call]:
+        """The calls that SP may let in, whether they fit or not."""
+        if not self._config.ablation.sp:
+            return []
+        return admission.for_sp(slot, self._queues[slot.model], self._prefixes)
+
+    def _batch(self, slot: Slot) -> Batch:
+        return Batch(
+            slot.model,
+            self.estimates,
+            self._prefixes,
+            self._out,
+            capacity=self._capacity.get(slot.model),
+            running=self._queues[slot.model].running.values(),
+        )
+
+    def _room(self, now: float, slot: Slot, more_ms: float) -> float:
+        return slot.room_ms(now, self.estimates.decode_ms(slot.model), self._book.lossy, more_ms)
+
+    def _close(self, now: float, slot: Slot, reason: Reason) -> SlotOver:
+        queue, counts, plan = self._queues[slot.model], slot.counts, self._book.plan
+        self._book.closed(slot.model, slot.spent_ms[Phase.SP])
+        deferred = [call for call in queue.waiting.values() if not queue.was_retracted(call.rid)]
+        over = SlotOver(
+            model=slot.model,
+            switch_ms=slot.switch_ms,
+            p_ms=slot.spent_ms[Phase.P],
+            d1_ms=slot.spent_ms[Phase.D1],
+            sp_ms=slot.spent_ms[Phase.SP],
+            d_ms=slot.spent_ms[Phase.D],
+            dfin_ms=slot.spent_ms[Phase.DFIN],
+            linger_ms=slot.linger_ms,
+            sps=counts.sps,
+            prefills=counts.prefills,
+            decodes=counts.decodes,
+            admitted=counts.admitted,
+            sp_admitted=counts.sp_admitted,
+            sp_carried=counts.sp_carried,
+            sp_deferred=sum(c.is_continuation and (c.rid in slot.late or c.rid in slot.carried) for c in deferred),
+            deferred=len(deferred),
+            retracted=len(queue.running),
+            protected=slot.plan.decodes if slot.plan else 0,
+            planned_ms=slot.plan.length_ms if slot.plan else 0.0,
+            round=self._book.number,
+            round_planned_ms=plan.round_ms if plan else 0.0,
+            round_ms=(now - self._book.began) * 1000,
+            infeasible=plan.infeasible if plan else (),
+            reason=reason,
+        )
+        if slot.empty:
+            self._book.alone()
+        return over
+
+    # --- the rotation
+
+    def _with_work(self, first: str) -> list[str]:
+        """`first` and, in the order of their slots, the other models with work.
+
+        The order is a fixed rotation, so that nobody is overtaken twice; what staging knows of
+        the next model's readiness would enter here.
+        """
+        start = self._order[first]
+        names = [self._names[(start + i) % len(self._names)] for i in range(len(self._names))]
+        return [name for name in names if name == first or self._queues[name]]
+
     def _next_other(self) -> str | None:
         """The next model in the rotation, after the active one, that has work."""
-        start = -1 if self._active is None else self._order[self._active]
+        active = self._slot.model if self._slot else None
+        start = -1 if active is None else self._order[active]
         for i in range(1, len(self._names) + 1):
             name = self._names[(start + i) % len(self._names)]
-            if name != self._active and self._queues[name]:
+            if name != active and self._queues[name]:
                 return name
         return None
 
-    def _decide(self, now: float) -> list[Effect]:
-        other = self._next_other()
-        if self._active is None or self._slot is None:
-            return [RunSwitch(other)] if other else []
-        slot, queue = self._slot, self._queues[self._active]
-        if other is None:
-            if slot.phase is Phase.DFIN:  # who waited has left: there is no reason to end the slot any more
-                slot.phase = Phase.D
-            return [RunStep(self._active, self._admit(now))] if queue or slot.unsettled else []
-        reason = self._end_reason(now, slot, queue)
-        if reason is not None and slot.unsettled:
-            return [RunStep(self._active, _NOTHING)]  # so that no dropped call is carried over the switch
-        if reason is not None:
-            return [self._close(now, slot, reason), RunSwitch(other)]
-        return [RunStep(self._active, self._admit(now))]
+    # --- predictions
 
-    def _end_reason(self, now: float, slot: _Slot, queue: ModelQueue) -> Literal["drained", "budget", "idle"] | None:
-        """Why the slot ends now that another model has work; enters Dfin when its time has come."""
-        if not queue:
-            return "drained" if slot.phase is Phase.DFIN else "idle"
-        over = (now - slot.opened) * 1000 >= self._config.slot_ms
-        if slot.phase is not Phase.DFIN and over and (slot.owed is None or slot.stuck):
-            slot.phase, slot.drain_from = Phase.DFIN, now
-        if slot.phase is not Phase.DFIN:
-            return None
-        if not queue.running:
-            return "drained"
-        if slot.stuck or (now - slot.drain_from) * 1000 >= max(self._config.drain_ms, slot.prefill_ms):
-            return "budget"
-        return None
-
-    def _admit(self, now: float) -> frozenset[str] | None:
-        """The seam for SP: what may prefill in this phase."""
+    def _waits_ms(self, now: float) -> dict[str, float]:
+        """Until each model with work can prefill what waits for it now."""
         slot = self._slot
-        if self._active is None or slot is None or slot.phase is Phase.DFIN:
-            return _NOTHING
-        return self._queues[self._active].admissible(now, self._config.patience_ms)
+        if slot is None or slot.plan is None or self._book.plan is None:
+            return {name: self.estimates.to_switch_ms(name) for name, queue in self._queues.items() if queue}
+        waits: dict[str, float] = {}
+        at_ms = max(0.0, (slot.end - now) * 1000)
+        for name in self._with_work(slot.model)[1:]:
+            at_ms += self.estimates.to_switch_ms(name)
+            waits[name] = at_ms
+            planned = self._book.plan.slots.get(name)
+            at_ms += planned.length_ms if planned else self._config.slot_ms
+        waits[slot.model] = 0.0 if slot.phase is Phase.P else at_ms + self.estimates.to_switch_ms(slot.model)
+        return waits
 
-    def _close(self, now: float, slot: _Slot, reason: Literal["drained", "budget", "idle"]) -> SlotOver:
-        slot.stop_clock(now)
-        queue = self._queues[self._active or ""]
-        return SlotOver(
-            model=self._active or "",
-            active_ms=slot.busy_ms,
-            switch_ms=slot.switch_ms,
-            prefills=slot.prefills,
-            decodes=slot.decodes,
-            admitted=slot.admitted,
-            deferred=queue.never_started(),
-            retracted=len(queue.running),
-            reason=reason,
-        )
+    def _first_tokens(self, model: str, wait_ms: float) -> list[tuple[Call, float]]:
+        """The model's waiting calls with the predicted ms until their first token, one after the other."""
+        batch = Batch(model, self.estimates, self._prefixes, self._out)
+        out: list[tuple[Call, float]] = []
+        for call in self._queues[model].waiting.values():
+            if call.rid not in self._out:
+                batch.add(call)
+                out.append((call, wait_ms + batch.cost_ms()))
+        return out

@@ -36,7 +36,12 @@ def test_slots_and_switches_are_reported_with_their_times() -> None:
     rig.rest()
     first, second = rig.of(SlotEnded)[:2]
     assert (first.model, first.reason, first.retracted, first.admitted) == ("a", "budget", 1, 1)
-    assert 130 <= first.active_ms <= 130 + 2 * 10
+    assert 100 <= first.active_ms <= 100 + 2 * 10
+    assert first.active_ms == pytest.approx(
+        first.p_ms + first.d1_ms + first.sp_ms + first.d_ms + first.dfin_ms + first.linger_ms
+    )
+    assert (first.planned_ms, first.round, first.infeasible) == (pytest.approx(100), 1, "")
+    assert first.round_planned_ms == pytest.approx(220, abs=25)
     assert first.switch_ms == pytest.approx(20)
     assert first.wall_ms == pytest.approx(first.active_ms + first.switch_ms)
     assert (second.model, second.reason, second.prefills, second.decodes) == ("b", "idle", 1, 2)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from talaria_gpu.sched.ablation import NAMES, Ablation
-from talaria_gpu.sched.config import RoundConfig
-from talaria_gpu.sched.messages_new import Phase, Turn
-from tests.gpu.sched.toy_rounds import Job, Toy
+from talaria_gpu.sched.config import SlotConfig
+from talaria_gpu.sched.messages import Phase, Turn
+from tests.gpu.sched.toy import Job, Toy
 
 MODELS = ("a", "b", "c")
 
@@ -37,7 +37,7 @@ def jobs(draw: st.DrawFn, models: tuple[str, ...] = MODELS, max_jobs: int = 14) 
 
 
 configs = st.builds(
-    RoundConfig,
+    SlotConfig,
     slot_ms=st.sampled_from([1.0, 40.0, 200.0, 2000.0]),
     drain_ms=st.sampled_from([0.0, 25.0, 100.0]),
     t_ttft_ms=st.sampled_from([100.0, 1000.0, 10_000.0]),
@@ -50,7 +50,7 @@ configs = st.builds(
 
 @given(jobs=jobs(), config=configs, switch_ms=st.sampled_from([0, 30, 200]), chunk=st.sampled_from([0, 0, 7]))
 @settings(max_examples=300, deadline=None)
-def test_any_arrivals_end_and_keep_the_rules(jobs: list[Job], config: RoundConfig, switch_ms: int, chunk: int) -> None:
+def test_any_arrivals_end_and_keep_the_rules(jobs: list[Job], config: SlotConfig, switch_ms: int, chunk: int) -> None:
     toy = Toy(MODELS, config, jobs, switch_ms, chunk)
     toy.work()
     for job in jobs:
@@ -61,7 +61,7 @@ def test_any_arrivals_end_and_keep_the_rules(jobs: list[Job], config: RoundConfi
 
 @given(jobs=jobs(models=("a",)), config=configs)
 @settings(max_examples=100, deadline=None)
-def test_a_model_alone_has_no_rounds(jobs: list[Job], config: RoundConfig) -> None:
+def test_a_model_alone_has_no_rounds(jobs: list[Job], config: SlotConfig) -> None:
     toy = Toy(("a",), config, jobs, active="a")
     toy.work()
     assert not toy.switches
@@ -71,7 +71,7 @@ def test_a_model_alone_has_no_rounds(jobs: list[Job], config: RoundConfig) -> No
 @pytest.mark.parametrize("suspends", [False, True])
 def test_every_small_case_against_the_rules_by_enumeration(suspends: bool) -> None:
     """Two models, up to four calls: each new or returning, small or large, at one of a few moments."""
-    config = RoundConfig(slot_ms=120.0, drain_ms=20.0, t_ttft_ms=400.0, t_tpot_ms=50.0, suspends=suspends)
+    config = SlotConfig(slot_ms=120.0, drain_ms=20.0, t_ttft_ms=400.0, t_tpot_ms=50.0, suspends=suspends)
     fixed = [Job("x0", "a", 0, prompt=30, tokens=20), Job("y0", "b", 5, prompt=10, tokens=12)]
     kinds = [
         (model, at, back, prompt)
@@ -95,7 +95,7 @@ def test_every_small_case_against_the_rules_by_enumeration(suspends: bool) -> No
 
 def test_three_busy_models_rotate_in_order() -> None:
     backlog = [Job(f"{m}{i}", m, 0, tokens=100) for m in "cab" for i in range(3)]
-    toy = Toy(MODELS, RoundConfig(slot_ms=200.0, drain_ms=50.0), backlog)
+    toy = Toy(MODELS, SlotConfig(slot_ms=200.0, drain_ms=50.0), backlog)
     toy.work()
     assert toy.switches[:6] == ["a", "b", "c", "a", "b", "c"]
     assert toy.overs[0].reason == "budget"
@@ -108,7 +108,7 @@ def test_a_return_enters_the_open_slot_and_waits_for_the_next_without_sp() -> No
     back = Job("a1", "a", 120, prompt=100, tokens=5, cached=90, back=True)
     first = {}
     for name in ("talaria", "no-sp"):
-        toy = Toy(("a", "b"), RoundConfig(slot_ms=300.0, ablation=Ablation.named(name)), [*busy, back])
+        toy = Toy(("a", "b"), SlotConfig(slot_ms=300.0, ablation=Ablation.named(name)), [*busy, back])
         toy.work()
         first[name] = toy.first_ms["a1"]
         over = toy.overs[0]
@@ -121,7 +121,7 @@ def test_a_new_session_waits_for_p_though_returns_go_by_and_no_longer_than_a_rou
     busy = [Job("a0", "a", 0, tokens=400), Job("b0", "b", 1, tokens=400)]
     returns = [Job(f"a{i}", "a", 40 * i, prompt=30, tokens=4, cached=20, back=True) for i in range(1, 60)]
     new = Job("n", "a", 60, prompt=30, tokens=4)
-    toy = Toy(("a", "b"), RoundConfig(slot_ms=300.0), [*busy, *returns, new], switch_ms=10)
+    toy = Toy(("a", "b"), SlotConfig(slot_ms=300.0), [*busy, *returns, new], switch_ms=10)
     toy.work()
     assert toy.overs[0].sp_admitted > 3
     assert 300 < toy.first_ms["n"] < 60 + 2 * (300 + 300 + 20)
@@ -129,7 +129,7 @@ def test_a_new_session_waits_for_p_though_returns_go_by_and_no_longer_than_a_rou
 
 def test_what_p_had_no_room_for_may_enter_through_sp_and_is_counted() -> None:
     """P is full after the first; the call whose prefix is there gets in as soon as decode has freed time."""
-    config = RoundConfig(slot_ms=200.0, t_ttft_ms=600.0, t_tpot_ms=30.0, suspends=True)
+    config = SlotConfig(slot_ms=200.0, t_ttft_ms=600.0, t_tpot_ms=30.0, suspends=True)
     warm = [Job("w0", "a", 0, prompt=50, tokens=3), Job("w1", "b", 0, prompt=50, tokens=3)]
     crowd = [Job(f"a{i}", "a", 400, prompt=150, tokens=9, cached=120, back=True) for i in range(6)]
     other = [Job("b0", "b", 390, prompt=100, tokens=30)]
@@ -143,7 +143,7 @@ def test_a_long_prompt_is_answered_though_its_prefill_outlasts_every_slot() -> N
     short = [Job(f"a{i}", "a", 30 * i, prompt=5, tokens=4) for i in range(60)]
     other = [Job(f"b{i}", "b", 30 * i, prompt=5, tokens=4) for i in range(60)]
     long = Job("long", "a", 1, prompt=800, tokens=2)
-    toy = Toy(("a", "b"), RoundConfig(slot_ms=50.0, drain_ms=10.0), [long, *short, *other], 5, chunk=20)
+    toy = Toy(("a", "b"), SlotConfig(slot_ms=50.0, drain_ms=10.0), [long, *short, *other], 5, chunk=20)
     toy.work()
     assert toy.done["long"] == "length"
 
@@ -151,7 +151,7 @@ def test_a_long_prompt_is_answered_though_its_prefill_outlasts_every_slot() -> N
 def test_a_slow_prefill_earns_as_much_decode_before_it_is_thrown_away() -> None:
     """Prefills of 500 ms in slots of 100 ms: half of the time is decode, not a fiftieth."""
     slow = [Job(f"{m}{i}", m, 0, prompt=250, tokens=120) for m in "ab" for i in range(2)]
-    toy = Toy(("a", "b"), RoundConfig(slot_ms=100.0, drain_ms=10.0, t_ttft_ms=500.0), slow)
+    toy = Toy(("a", "b"), SlotConfig(slot_ms=100.0, drain_ms=10.0, t_ttft_ms=500.0), slow)
     toy.work()
     cut = [over for over in toy.overs if over.reason == "budget"]
     assert cut
@@ -162,7 +162,7 @@ def test_a_slow_prefill_earns_as_much_decode_before_it_is_thrown_away() -> None:
 
 def test_infeasible_targets_are_reported_in_every_slot() -> None:
     backlog = [Job(f"{m}{i}", m, 0, prompt=100, tokens=300) for m in "ab" for i in range(3)]
-    config = RoundConfig(slot_ms=50.0, t_ttft_ms=200.0, t_tpot_ms=12.0, suspends=True)
+    config = SlotConfig(slot_ms=50.0, t_ttft_ms=200.0, t_tpot_ms=12.0, suspends=True)
     toy = Toy(("a", "b"), config, backlog)
     toy.work()
     late = toy.overs[2:-1]
@@ -175,7 +175,7 @@ def test_two_models_with_one_session_each_do_not_thrash() -> None:
     """Ten quick turns of a session while another model waits: an idle slot lingers for the return, switches are dear."""
     turns = [Job(f"a{i}", "a", 150 * i, prompt=20, tokens=5, cached=15, back=i > 0) for i in range(20)]
     other = [Job("b0", "b", 10, tokens=10), Job("b1", "b", 2500, tokens=200)]
-    toy = Toy(("a", "b"), RoundConfig(slot_ms=1000.0), [*turns, *other], switch_ms=300)
+    toy = Toy(("a", "b"), SlotConfig(slot_ms=1000.0), [*turns, *other], switch_ms=300)
     toy.work()
     assert len(toy.switches) <= 8
 
@@ -184,7 +184,7 @@ DECODE = 10
 
 
 def test_dfin_comes_when_nothing_more_fits_and_defers() -> None:
-    config = RoundConfig(slot_ms=100.0, t_tpot_ms=20.0, suspends=True)
+    config = SlotConfig(slot_ms=100.0, t_tpot_ms=20.0, suspends=True)
     toy = Toy(
         ("a", "b"),
         config,

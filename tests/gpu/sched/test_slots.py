@@ -1,14 +1,12 @@
-"""The slot scheduler's promises: properties over any arrivals, every small case, and the named situations."""
+"""The slot scheduler turn by turn: the named situations."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from talaria_gpu.engine.contract import StepResult, StepTokens
+from talaria_gpu.engine.contract import PrefixState, StepResult, StepTokens
+from talaria_gpu.sched.config import SlotConfig
+from talaria_gpu.sched.demand import Capacity
 from talaria_gpu.sched.messages import (
     Arrived,
     Call,
@@ -22,108 +20,9 @@ from talaria_gpu.sched.messages import (
     Tick,
     Turn,
 )
-from talaria_gpu.sched.slots import SlotConfig, SlotScheduler
-from tests.gpu.sched.toy import Job, Toy
+from talaria_gpu.sched.slots import SlotScheduler
 
 MODELS = ("a", "b", "c")
-
-
-@st.composite
-def jobs(draw: st.DrawFn, models: tuple[str, ...] = MODELS, max_jobs: int = 14) -> list[Job]:
-    maybe_ms = st.one_of(st.none(), st.none(), st.integers(0, 3000))
-    return [
-        Job(
-            f"r{i}",
-            draw(st.sampled_from(models)),
-            draw(st.integers(0, 1500)),
-            prefill_ms=draw(st.integers(1, 120)),
-            tokens=draw(st.integers(1, 60)),
-            priority=draw(st.integers(0, 2)),
-            deadline_ms=draw(maybe_ms),
-            leave_ms=draw(maybe_ms),
-        )
-        for i in range(draw(st.integers(1, max_jobs)))
-    ]
-
-
-configs = st.builds(
-    SlotConfig,
-    slot_ms=st.sampled_from([1.0, 40.0, 200.0, 2000.0]),
-    drain_ms=st.sampled_from([0.0, 25.0, 100.0]),
-    patience_ms=st.sampled_from([0.0, 100.0, 10_000.0]),
-)
-
-
-@given(jobs=jobs(), config=configs, switch_ms=st.sampled_from([0, 30]), chunk_ms=st.sampled_from([0, 0, 7]))
-@settings(max_examples=300, deadline=None)
-def test_any_arrivals_end_and_keep_the_rules(
-    jobs: list[Job], config: SlotConfig, switch_ms: int, chunk_ms: int
-) -> None:
-    toy = Toy(MODELS, config, jobs, switch_ms, chunk_ms)
-    toy.work()
-    for job in jobs:
-        if job.deadline_ms is None and job.leave_ms is None:
-            assert toy.done[job.rid] == "length"
-    assert toy.core.resting or toy.core.handle(toy.now, Turn())
-
-
-@given(jobs=jobs(models=("a",)), config=configs)
-@settings(max_examples=100, deadline=None)
-def test_a_model_alone_has_no_rounds(jobs: list[Job], config: SlotConfig) -> None:
-    toy = Toy(("a",), config, jobs, active="a")
-    toy.work()
-    assert not toy.switches
-    assert not toy.overs
-    assert Phase.DFIN not in toy.phases
-
-
-def test_every_small_case() -> None:
-    """Three calls, each of any of two models at any of four moments, under a slot shorter than one call."""
-    config = SlotConfig(slot_ms=40.0, drain_ms=15.0)
-    moments = [(model, at) for model in "ab" for at in (0, 35, 70, 200)]
-    for case in itertools.product(moments, repeat=3):
-        toy = Toy(("a", "b"), config, [Job(f"r{i}", m, at, tokens=6) for i, (m, at) in enumerate(case)], switch_ms=5)
-        toy.work()
-        assert set(toy.done.values()) == {"length"}, case
-        used = [m for m, _ in case]
-        if len(set(used)) == 1:
-            assert toy.switches == used[:1], case
-        else:
-            assert all(x != y for x, y in itertools.pairwise(toy.switches)), case
-
-
-def test_three_busy_models_rotate_in_order() -> None:
-    backlog = [Job(f"{m}{i}", m, 0, tokens=100) for m in "cab" for i in range(3)]
-    toy = Toy(MODELS, SlotConfig(slot_ms=200.0, drain_ms=50.0), backlog)
-    toy.work()
-    assert toy.switches[:6] == ["a", "b", "c", "a", "b", "c"]
-    assert toy.overs[0].reason == "budget"
-    assert toy.overs[0].retracted == 3
-
-
-def test_a_long_prompt_is_answered_though_its_prefill_outlasts_every_slot() -> None:
-    """Chunked: 40 chunks of 20 ms, in slots of 50 ms that a busy neighbour wants; short calls keep coming."""
-    short = [Job(f"a{i}", "a", 30 * i, prefill_ms=5, tokens=4) for i in range(60)]
-    other = [Job(f"b{i}", "b", 30 * i, prefill_ms=5, tokens=4) for i in range(60)]
-    toy = Toy(
-        ("a", "b"),
-        SlotConfig(50.0, 10.0),
-        [Job("long", "a", 1, prefill_ms=800, tokens=2), *short, *other],
-        5,
-        chunk_ms=20,
-    )
-    toy.work()
-    assert toy.done["long"] == "length"
-
-
-def test_a_slow_prefill_earns_as_much_decode_before_it_is_thrown_away() -> None:
-    """Prefills of 500 ms in slots of 100 ms with 10 ms of drain: half of the time is decode, not a fiftieth."""
-    slow = [Job(f"{m}{i}", m, 0, prefill_ms=250, tokens=120) for m in "ab" for i in range(2)]
-    toy = Toy(("a", "b"), SlotConfig(100.0, 10.0), slow)
-    toy.work()
-    for over in toy.overs[:-2]:
-        assert over.decodes * 10 >= 500
-    assert len(toy.switches) <= 6
 
 
 def test_an_arrival_at_an_idle_instance_is_switched_in_at_once() -> None:
@@ -139,7 +38,7 @@ def test_an_idle_model_gives_way_at_once_and_a_busy_one_after_its_slot() -> None
     assert core.handle(1.0, Turn()) == [RunStep("a", None)]
     step(core, 1.1, "prefill", {"r1": ""})
     arrive(core, 1.1, "r2", "b")
-    assert core.handle(1.1, Turn()) == [RunStep("a", None)]  # its slot has 100 ms left
+    assert core.handle(1.1, Turn()) == [RunStep("a", frozenset())]  # its slot has 100 ms left
     step(core, 1.15, "decode", {"r1": "length"})
     over, switch = core.handle(1.15, Turn())
     assert switch == RunSwitch("b")
@@ -148,42 +47,74 @@ def test_an_idle_model_gives_way_at_once_and_a_busy_one_after_its_slot() -> None
     assert over.active_ms == pytest.approx(150)  # 1.0 to 1.15: not the idle second before
 
 
-def test_dfin_defers_arrivals_and_counts_them() -> None:
-    core = scheduler(active="a", slot_ms=100, drain_ms=1000)
+def test_alone_everything_may_prefill_and_the_slot_is_never_over() -> None:
+    core = scheduler(active="a", slot_ms=10)
+    seen = [core.phase]
     arrive(core, 0.0, "r1", "a")
+    for kind in ("prefill", "decode", "prefill", "decode", "decode"):
+        assert core.handle(50.0, Turn()) == [RunStep("a", None)]
+        step(core, 50.0, kind, {"r1": ""})
+        seen.append(core.phase)
+    assert seen == [Phase.P, Phase.P, Phase.D1, Phase.P, Phase.D1, Phase.D1]
+
+
+def test_a_slot_goes_through_its_phases() -> None:
+    """P with what waited, D1, an SP for the return, D, Dfin when the slot's time is up."""
+    core = scheduler(active="a", slot_ms=100, drain_ms=20, suspends=True)
+    arrive(core, 0.0, "a1", "a")
+    arrive(core, 0.0, "b1", "b")
+    assert core.handle(0.0, Turn()) == [RunStep("a", frozenset({"a1"}))]
+    assert core.phase is Phase.P
+    arrive(core, 0.005, "new", "a")
+    arrive(core, 0.006, "back", "a", back=True)
+    arrive(core, 0.007, "elsewhere", "a", back=True)
+    step(core, 0.01, "prefill", {"a1": ""}, waiting=["new", "back", "elsewhere"])
+    cached = {"back": PrefixState(host=8), "elsewhere": PrefixState(), "new": PrefixState(8)}
+    assert set(core.asks()) == {"new", "back", "elsewhere", "b1"}
+    assert core.handle(0.01, Turn(cached)) == [RunStep("a", frozenset())]
+    assert core.phase is Phase.D1
+    step(core, 0.02, "decode", {"a1": ""}, waiting=["new", "back", "elsewhere"])
+    assert core.handle(0.02, Turn()) == [RunStep("a", frozenset({"back"}))]
+    assert core.phase is Phase.SP
+    step(core, 0.03, "prefill", {"back": ""}, waiting=["new", "elsewhere"])
+    assert core.handle(0.03, Turn(cached)) == [RunStep("a", frozenset())]
+    assert core.phase is Phase.D
+    for n in range(4, 11):
+        step(core, n / 100, "decode", {"a1": "", "back": ""}, waiting=["new", "elsewhere"])
+        effects = core.handle(n / 100, Turn(cached))
+        if n < 8:
+            assert effects == [RunStep("a", frozenset())]
+    over = effects[0]
+    assert isinstance(over, SlotOver)
+    assert (over.admitted, over.sps, over.sp_admitted, over.sp_deferred, over.deferred) == (2, 1, 1, 1, 2)
+    assert (over.reason, over.retracted, over.prefills, over.decodes) == ("budget", 2, 2, 8)
+    assert over.active_ms == pytest.approx(100)
+    assert (over.p_ms, over.sp_ms) == (pytest.approx(10), pytest.approx(10))
+
+
+def test_without_sp_the_return_waits() -> None:
+    from talaria_gpu.sched.ablation import Ablation
+
+    core = SlotScheduler(MODELS, SlotConfig(100, ablation=Ablation.named("no-sp")), "a", 0.0)
+    arrive(core, 0.0, "a1", "a")
+    arrive(core, 0.0, "b1", "b")
     core.handle(0.0, Turn())
+    step(core, 0.01, "prefill", {"a1": ""})
+    arrive(core, 0.01, "back", "a", back=True)
+    step(core, 0.02, "decode", {"a1": ""}, waiting=["back"])
+    assert core.handle(0.02, Turn({"back": PrefixState(8)})) == [RunStep("a", frozenset())]
+
+
+def test_dfin_is_left_when_nobody_waits_any_more() -> None:
+    core = scheduler(active="a", slot_ms=100, drain_ms=0)
+    arrive(core, 0.0, "r1", "a")
     step(core, 0.05, "prefill", {"r1": ""})
     arrive(core, 0.06, "r2", "b")
     assert core.handle(0.2, Turn()) == [RunStep("a", frozenset())]
     assert core.phase is Phase.DFIN
     assert core.slot_remaining_ms(0.2) == 0
-    arrive(core, 0.21, "r3", "a")
-    step(core, 0.22, "decode", {"r1": "length"}, waiting=["r3"])
-    over, switch = core.handle(0.22, Turn())
-    assert isinstance(over, SlotOver)
-    assert (over.reason, over.deferred, over.retracted, over.decodes) == ("drained", 1, 0, 1)
-    assert switch == RunSwitch("b")
-
-
-def test_dfin_is_left_when_nobody_waits_any_more() -> None:
-    core = scheduler(active="a", slot_ms=100, drain_ms=1000)
-    arrive(core, 0.0, "r1", "a")
-    step(core, 0.05, "prefill", {"r1": ""})
-    arrive(core, 0.06, "r2", "b")
-    core.handle(0.2, Turn())
-    assert core.phase is Phase.DFIN
     core.handle(0.21, Left("r2"))
     assert core.handle(0.22, Turn()) == [RunStep("a", None)]
-
-
-def test_phases_have_their_names() -> None:
-    core = scheduler(active="a", slot_ms=10_000)
-    seen = [core.phase]
-    arrive(core, 0.0, "r1", "a")
-    for kind in ("prefill", "decode", "prefill", "decode", "decode"):
-        step(core, 0.1, kind, {"r1": ""})
-        seen.append(core.phase)
-    assert seen == [Phase.P, Phase.P, Phase.D1, Phase.SP, Phase.D, Phase.D]
 
 
 def test_deadlines_abort_waiting_and_running_calls_even_while_the_engine_is_busy() -> None:
@@ -223,18 +154,89 @@ def test_priorities_go_as_classes_and_patience_lifts_the_overdue() -> None:
     assert core.handle(1.1, Turn()) == [RunStep("a", frozenset({"low"}))]  # has waited for 1.1 s
 
 
+def test_in_a_round_p_takes_the_urgent_first_and_leaves_what_does_not_fit() -> None:
+    """1 ms a token, slots of about 100 ms: the owed first, then priority, then the nearer deadline."""
+    core = scheduler(slot_ms=100, suspends=True)
+    arrive(core, 0.0, "warm", "a", tokens=10)
+    core.handle(0.0, Turn())
+    core.handle(0.0, Switched("a", 0.0))
+    step(core, 0.01, "prefill", {"warm": "length"}, tokens=10)
+    arrive(core, 1.0, "b1", "b", tokens=1)
+    core.handle(1.0, Turn())
+    core.handle(1.0, Switched("b", 0.0))
+    step(core, 1.0, "prefill", {"b1": ""}, model="b", tokens=1)
+    for rid, priority, deadline in (("low", 0, 0.0), ("soon", 1, 50.0), ("late", 1, 90.0), ("vip", 2, 0.0)):
+        arrive(core, 1.0, rid, "a", tokens=45, priority=priority, deadline=deadline)
+    core.handle(1.0, Turn())
+    step(core, 9.0, "decode", {"b1": "length"}, model="b")
+    assert core.handle(9.0, Turn())[-1] == RunSwitch("a")
+    arrive(core, 9.0, "b2", "b", tokens=1)
+    core.handle(9.0, Switched("a", 0.0))
+    core._slot.end = 9.1  # type: ignore[union-attr]
+    (order,) = core.handle(9.0, Turn())
+    assert order == RunStep("a", frozenset({"vip", "soon"}))
+
+
+def test_a_batch_does_not_promise_more_rows_than_there_are() -> None:
+    core = SlotScheduler(("a", "b"), SlotConfig(1000), "a", 0.0, {"a": Capacity(kv_tokens=100, max_running=8)})
+    arrive(core, 0.0, "b1", "b")
+    for rid in ("r1", "r2", "r3"):
+        arrive(core, 0.0, rid, "a", tokens=40)
+    assert core.handle(0.0, Turn()) == [RunStep("a", frozenset({"r1", "r2"}))]
+
+
 def test_retracted_calls_stand_before_every_priority() -> None:
     core = scheduler(active="a", slot_ms=10, drain_ms=0)
     arrive(core, 0.0, "old", "a")
     step(core, 0.0, "prefill", {"old": ""})
     arrive(core, 0.1, "other", "b")
+    for _ in range(3):
+        core.handle(0.1, Turn())
+        step(core, 0.1, "decode", {"old": ""})
     assert isinstance(core.handle(0.1, Turn())[-1], RunSwitch)
-    core.handle(0.2, Switched("b", 100.0))
+    core.handle(0.2, Switched("b", 100.0, ["old"], 0, 1))
     arrive(core, 0.2, "vip", "a", priority=9)
     step(core, 0.2, "prefill", {"other": "length"}, model="b")
     assert core.handle(0.2, Turn())[-1] == RunSwitch("a")
     core.handle(0.3, Switched("a", 100.0))
-    assert core.handle(0.3, Turn()) == [RunStep("a", frozenset({"old"}))]
+    (order,) = core.handle(0.3, Turn())
+    assert order == RunStep("a", frozenset({"old"}))
+
+
+def test_suspended_calls_go_on_without_waiting() -> None:
+    core = scheduler(active="a", slot_ms=10)
+    arrive(core, 0.0, "old", "a")
+    step(core, 0.0, "prefill", {"old": ""})
+    arrive(core, 0.1, "other", "b")
+    core.handle(0.1, Turn())
+    step(core, 0.2, "decode", {"old": ""})
+    core.handle(0.2, Turn())
+    core.handle(0.2, Switched("b", 100.0, [], 1, 0))
+    assert not core._queues["a"].waiting
+    step(core, 0.2, "prefill", {"other": ""}, model="b")
+    core.handle(0.2, Turn())
+    step(core, 9.0, "decode", {"other": ""}, model="b")
+    assert core.handle(9.0, Turn())[-1] == RunSwitch("a")
+    core.handle(9.1, Switched("a", 100.0, [], 1, 0))
+    assert core.handle(9.1, Turn()) == [RunStep("a", frozenset())]
+    assert core.phase is Phase.D1
+
+
+def test_a_prefix_on_its_way_does_not_end_p_but_a_full_device_does() -> None:
+    """The engine decodes though a batch is admitted: one call's prefix is being restored, the other found no room."""
+    core = scheduler(active="a", slot_ms=1000, suspends=True)
+    arrive(core, 0.0, "first", "a")
+    arrive(core, 0.0, "b1", "b")
+    core.handle(0.0, Turn())
+    step(core, 0.01, "prefill", {"first": ""})
+    arrive(core, 0.01, "coming", "a", back=True)
+    arrive(core, 0.01, "big", "a", back=True)
+    known = {"coming": PrefixState(host=5), "big": PrefixState(5)}
+    core.handle(0.01, Turn(known))
+    step(core, 0.02, "decode", {"first": ""}, waiting=["coming", "big"])
+    assert core.handle(0.02, Turn(known)) == [RunStep("a", frozenset({"coming", "big"}))]
+    step(core, 0.03, "decode", {"first": ""}, waiting=["coming", "big"])
+    assert core.handle(0.03, Turn(known)) == [RunStep("a", frozenset({"coming"}))]
 
 
 def test_an_engine_that_runs_nothing_cannot_hold_the_slot() -> None:
@@ -248,14 +250,65 @@ def test_an_engine_that_runs_nothing_cannot_hold_the_slot() -> None:
     assert switch == RunSwitch("b")
 
 
-def scheduler(active: str | None = None, slot_ms: float = 200, drain_ms: float = 50, patience_ms: float = 1e4):
-    return SlotScheduler(MODELS, SlotConfig(slot_ms, drain_ms, patience_ms), active, 0.0)
+def test_an_idle_slot_lingers_for_a_return_that_is_cheaper_than_two_switches() -> None:
+    core = scheduler(active="a", slot_ms=2000)
+    for n in range(3):  # a session that comes back after 100 ms
+        arrive(core, n / 10, f"a{n}", "a", back=n > 0, session="s")
+        step(core, n / 10, "prefill", {f"a{n}": "length"})
+    core.estimates.switch("a", 150.0)
+    core.estimates.switch("b", 150.0)
+    arrive(core, 0.25, "b1", "b")
+    assert core.handle(0.25, Turn()) == []
+    assert core.linger_until(0.25) == pytest.approx(0.2 + 0.2)  # twice the gap after the last answer
+    arrive(core, 0.3, "a3", "a", back=True, session="s")
+    assert core.linger_until(0.3) == 0.3  # the return's prefix has to be looked up
+    assert core.handle(0.3, Turn({"a3": PrefixState(4)})) == [RunStep("a", frozenset({"a3"}))]
+    assert core.phase is Phase.SP
+    step(core, 0.31, "prefill", {"a3": "length"})
+    assert core.handle(0.31, Turn()) == []
+    over, switch = core.handle(0.7, Turn())
+    assert isinstance(over, SlotOver)
+    assert over.linger_ms == pytest.approx(50 + 390)
+    assert switch == RunSwitch("b")
 
 
-def arrive(core: SlotScheduler, now: float, rid: str, model: str, *, deadline: float = 0.0, priority: int = 0) -> None:
-    assert core.handle(now, Arrived(Call(rid, model, now, deadline, priority))) == []
+def test_calls_that_will_be_late_are_counted() -> None:
+    core = scheduler(active="a", slot_ms=1000)
+    core.estimates.switch("b", 400.0)
+    arrive(core, 0.0, "a1", "a")
+    core.handle(0.0, Turn())
+    step(core, 0.01, "prefill", {"a1": ""}, tokens=4)
+    arrive(core, 0.01, "b1", "b", deadline=0.3)
+    arrive(core, 0.01, "b2", "b", deadline=5.0)
+    core.handle(0.01, Turn())
+    assert core.at_risk(0.01) == 1
+    core.handle(0.01, Left("b1"))
+    assert core.at_risk(0.01) == 0
 
 
-def step(core: SlotScheduler, now: float, kind, ends: dict[str, str], *, waiting=(), model: str = "a") -> None:
-    tokens = [StepTokens(rid=r, token_ids=[1], finished=end) for r, end in ends.items()]  # type: ignore[arg-type]
-    core.handle(now, Stepped(model, StepResult(kind=kind, tokens=tokens), list(waiting)))
+def scheduler(active: str | None = None, slot_ms: float = 200, drain_ms: float = 50, **kw) -> SlotScheduler:
+    return SlotScheduler(MODELS, SlotConfig(slot_ms, drain_ms, **kw), active, 0.0)
+
+
+def arrive(
+    core: SlotScheduler,
+    now: float,
+    rid: str,
+    model: str,
+    *,
+    deadline: float = 0.0,
+    priority: int = 0,
+    back: bool = False,
+    tokens: int = 10,
+    session: str = "",
+) -> None:
+    call = Call(rid, model, now, deadline, priority, back, tokens, 1, session)
+    assert core.handle(now, Arrived(call)) == []
+
+
+def step(
+    core: SlotScheduler, now: float, kind, ends: dict[str, str], *, waiting=(), model: str = "a", tokens: int = 0
+) -> None:
+    news = [StepTokens(rid=r, token_ids=[1], finished=end) for r, end in ends.items()]  # type: ignore[arg-type]
+    result = StepResult(kind=kind, tokens=news, prefilled_tokens=tokens, wall_ms=tokens)
+    core.handle(now, Stepped(model, result, list(waiting)))

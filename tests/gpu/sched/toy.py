@@ -1,10 +1,16 @@
-"""A toy executor in virtual time that runs the scheduler's orders and keeps a diary for the properties."""
+"""A toy executor in virtual time that runs the round scheduler's orders and checks the rules at every turn.
+
+It keeps its own books: what it checks the scheduler's choices against is worked out here, from the jobs' facts.
+One prompt token takes 1 ms to prefill, one decode step 10 ms.
+"""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
-from talaria_gpu.engine.contract import StepResult, StepTokens
+from talaria_gpu.engine.contract import PrefixState, StepResult, StepTokens
+from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.sched.messages import (
     AbortCall,
     Arrived,
@@ -18,10 +24,11 @@ from talaria_gpu.sched.messages import (
     Switched,
     Turn,
 )
-from talaria_gpu.sched.slots import SlotConfig, SlotScheduler
+from talaria_gpu.sched.slots import SlotScheduler
 
 DECODE_MS = 10
 START = 1000.0
+_EPS = 1e-6
 
 
 @dataclass
@@ -31,44 +38,67 @@ class Job:
     rid: str
     model: str
     at_ms: int
-    prefill_ms: int = 20
+    prompt: int = 20
     tokens: int = 3
+    cached: int = 0
+    """Prompt tokens that the device holds while the slot is open in which the call came."""
+    back: bool = False
+    """A continuation."""
     priority: int = 0
     deadline_ms: int | None = None
     leave_ms: int | None = None
 
     def call(self) -> Call:
         deadline = 0.0 if self.deadline_ms is None else START + self.deadline_ms / 1000
-        return Call(self.rid, self.model, START + self.at_ms / 1000, deadline, self.priority)
+        at = START + self.at_ms / 1000
+        return Call(self.rid, self.model, at, deadline, self.priority, self.back, self.prompt, self.tokens, self.rid[0])
 
 
 @dataclass
 class Slot:
+    """What the toy itself knows of the open slot."""
+
     model: str
     opened: float
+    number: int
     others_since: float | None = None
-    longest_step_s: float = 0.0
+    p_began: float = 0.0
+    """Since others wait: what waited then is P's."""
+    waited: set[str] = field(default_factory=set)
+    """What waited at that moment."""
+    left_p: set[str] = field(default_factory=set)
+    """What P had to leave."""
+    decoded: int = 0
+    decoded_ms: float = 0.0
     prefill_ms: float = 0.0
-    dfin_at: float | None = None
+    longest_ms: float = 0.0
+    owed_ms: float = 0.0
+    since_prefill: int = 1
+    ended: int = 0
+    """Calls that came to their end in it."""
 
 
 @dataclass
 class Toy:
-    """`chunk_ms` > 0: a prefill takes several steps, and a switch loses the half done one."""
+    """`chunk` > 0: a prefill step computes so many tokens at most, and a switch loses a half done prompt."""
 
     models: tuple[str, ...]
     config: SlotConfig
     jobs: list[Job]
     switch_ms: int = 30
-    chunk_ms: int = 0
+    chunk: int = 0
     active: str | None = None
+    oracle: bool = False
+    """Compare every batch with all that the rules allow, by enumeration."""
     now: float = START
     done: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     """Rids in the order of their first token."""
+    first_ms: dict[str, float] = field(default_factory=dict)
+    """Of the first token, ms after START."""
     switches: list[str] = field(default_factory=list)
     overs: list[SlotOver] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
+    sps: list[frozenset[str]] = field(default_factory=list)
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -79,28 +109,35 @@ class Toy:
         self.wait: dict[str, list[str]] = {m: [] for m in self.models}
         self.run: dict[str, list[str]] = {m: [] for m in self.models}
         self.left: dict[str, int] = {}
-        self.prefill_left: dict[str, int] = {}
-        self.slot = Slot(self.active, self.now) if self.active else None
+        self.todo_tokens: dict[str, int] = {}
+        """Prompt and generated tokens still to be prefilled."""
+        self.arrived_in: dict[str, int] = {}
+        """Rid -> number of the slot that was open for its model when it came; its prefix is cached only there."""
+        self.started: set[str] = set()
+        self.slot = Slot(self.active, self.now, 0) if self.active else None
         self.passed_over: dict[str, list[str]] = {}
         """Model with work and no slot -> the models that got slots meanwhile."""
 
+    # --- time
+
     def work(self) -> None:
-        """Run until every job is over; checks the properties on the way."""
+        """Run until every job is over; checks the rules on the way."""
         while len(self.done) < len(self.jobs):
             self.steps += 1
-            assert self.steps < 200_000, f"no end in sight; done: {self.done}"
+            assert self.steps < 100_000, f"no end in sight; done: {self.done}"
             self._events()
             if not self._turn() and len(self.done) < len(self.jobs):
                 self.now = self._next_event()
 
     def _events(self) -> None:
-        while self.todo and START + self.todo[0].at_ms / 1000 <= self.now:
+        while self.todo and START + self.todo[0].at_ms / 1000 <= self.now + 1e-9:
             job = self.todo.pop(0)
             self.wait[job.model].append(job.rid)
             self.left[job.rid] = job.tokens
-            self.prefill_left[job.rid] = job.prefill_ms
+            self.arrived_in[job.rid] = self.slot.number if self.slot and self.slot.model == job.model else -1
+            self.todo_tokens[job.rid] = job.prompt - self._cached(job.rid)
             assert self.core.handle(self.now, Arrived(job.call())) == []
-        while self.leaving and START + (self.leaving[0].leave_ms or 0) / 1000 <= self.now:
+        while self.leaving and START + (self.leaving[0].leave_ms or 0) / 1000 <= self.now + 1e-9:
             job = self.leaving.pop(0)
             if job.rid in self.left and job.rid not in self.done:
                 self._drop(job.rid, "abort")
@@ -110,28 +147,36 @@ class Toy:
     def _next_event(self) -> float:
         times = [START + j.at_ms / 1000 for j in self.todo[:1]]
         times += [START + (j.leave_ms or 0) / 1000 for j in self.leaving[:1]]
+        until = self.core.linger_until(self.now)
+        if until > self.now:
+            times.append(until)
         assert times, f"resting with unfinished calls: {set(self.by_rid) - set(self.done)}"
         return max(self.now, min(times))
 
     def _has_work(self, model: str) -> bool:
         return bool(self.wait[model] or self.run[model])
 
+    def _cached(self, rid: str) -> int:
+        here = self.slot is not None and self.arrived_in[rid] == self.slot.number
+        return min(self.by_rid[rid].cached, self.by_rid[rid].prompt - 1) if here else 0
+
     def _others(self) -> None:
+        """Note who waits for a slot, and when that began."""
         waiting = [m for m in self.models if m != self.core.active and self._has_work(m)]
         for model in self.models:
             if model in waiting:
                 self.passed_over.setdefault(model, [])
             else:
                 self.passed_over.pop(model, None)
-        if self.slot:
-            if not waiting:
-                self.slot.others_since = None
-            elif self.slot.others_since is None:
-                self.slot.others_since = self.now
+        if self.slot and not waiting:
+            self.slot.others_since = None
+
+    # --- turns
 
     def _turn(self) -> bool:
-        before = self.core.phase
-        effects = self.core.handle(self.now, Turn())
+        self._contest()
+        asked = {rid: PrefixState(self._cached(rid)) for rid in self.core.asks()}
+        effects = self.core.handle(self.now, Turn(asked))
         assert sum(isinstance(e, RunStep | RunSwitch) for e in effects) <= 1
         acted = False
         for effect in effects:
@@ -139,7 +184,7 @@ class Toy:
                 case AbortCall(rid=rid, reason=reason):
                     deadline = self.by_rid[rid].deadline_ms
                     assert deadline is not None
-                    assert self.now >= START + deadline / 1000
+                    assert self.now >= START + deadline / 1000 - _EPS
                     self._drop(rid, reason)
                     self._others()
                 case SlotOver():
@@ -149,17 +194,47 @@ class Toy:
                     acted = True
                 case RunStep(model=model, admit=admit):
                     assert model == self.core.active
-                    if self.core.phase is Phase.DFIN:
-                        assert admit == frozenset()
-                        if before is not Phase.DFIN:
-                            assert self.slot
-                            self.slot.dfin_at = self.now
+                    self._check_admission(admit)
                     self._step(model, admit)
                     acted = True
         return acted
 
+    def _contest(self) -> None:
+        """Others begin to wait: from now on the slot is one of a round."""
+        slot = self.slot
+        if slot and slot.others_since is None and any(self._has_work(m) for m in self.models if m != slot.model):
+            slot.others_since = slot.p_began = self.now
+            slot.waited = set(self.wait[slot.model])
+
+    def _check_admission(self, admit: frozenset[str] | None) -> None:
+        slot, phase = self.slot, self.core.phase
+        assert slot
+        if self.core.plan is None:
+            return  # alone
+        assert admit is not None, "with others waiting, every batch is chosen"
+        if phase is Phase.DFIN:
+            assert admit == frozenset(), "Dfin admits nothing"
+        elif phase is Phase.SP and admit:
+            for rid in admit:
+                self._check_sp(rid)
+        elif phase is Phase.P:
+            assert admit <= slot.waited | self.started, "P takes what waited when the slot opened"
+        elif admit:
+            raise AssertionError(f"{phase} admits {admit}")
+
+    def _check_sp(self, rid: str) -> None:
+        slot, job = self.slot, self.by_rid[rid]
+        assert slot
+        assert self.config.ablation.sp
+        if rid in self.started:
+            return
+        assert job.back, "new sessions never enter through SP"
+        assert rid not in slot.waited or rid in slot.left_p
+        assert self._cached(rid) > 0 or rid in slot.waited
+
     def _drop(self, rid: str, reason: str) -> None:
         model = self.by_rid[rid].model
+        self._end(model)
         for where in (self.wait[model], self.run[model]):
             if rid in where:
                 where.remove(rid)
@@ -173,24 +248,38 @@ class Toy:
         assert over.retracted == len(self.run[over.model])
         if over.reason != "budget":
             assert not over.retracted
-        if over.reason == "idle":
-            assert not self._has_work(over.model)
+        else:
+            assert slot.decoded >= over.protected, "protected decode was cut short"
+            if not self.config.suspends and not slot.ended:
+                assert slot.decoded_ms + 1e-3 >= slot.prefill_ms, "prefill was thrown away unearned"
+        if "ttft" not in over.infeasible:
+            assert over.round_planned_ms <= self.config.round_limit_ms + 1e-3
+        assert over.wall_ms == over.active_ms + over.switch_ms
         assert over.active_ms <= (self.now - slot.opened) * 1000 + 1e-3
-        if not self.chunk_ms:
-            lasted = self.now - max(slot.opened, slot.others_since)
-            limit = (self.config.slot_ms + max(self.config.drain_ms, slot.prefill_ms)) / 1000 + 2 * slot.longest_step_s
-            assert lasted <= limit + 1e-6, f"{lasted} s of at most {limit}"
+        assert over.sp_admitted <= over.admitted
+        assert over.sp_deferred <= over.deferred
+        if over.reason == "budget" and not self.chunk:
+            self._check_length(over)
         self.overs.append(over)
+
+    def _check_length(self, over: SlotOver) -> None:
+        """A slot in a round is as long as planned, but for what it owes, what it must earn, and two steps."""
+        slot = self.slot
+        assert slot
+        assert slot.others_since is not None
+        lasted = (self.now - max(slot.opened, slot.others_since)) * 1000
+        limit = over.planned_ms + max(over.protected * DECODE_MS, slot.prefill_ms) + slot.owed_ms + 2 * slot.longest_ms
+        assert lasted <= limit + _EPS, f"{lasted} ms of at most {limit}"
 
     def _switch(self, model: str) -> None:
         outgoing = self.core.active
         assert model != outgoing
-        assert len(self.models) > 1 or outgoing is None
         assert self._has_work(model)
         if outgoing:
             self.wait[outgoing][:0] = self.run[outgoing]
             for rid in self.wait[outgoing]:
-                self.prefill_left[rid] = self.by_rid[rid].prefill_ms
+                job = self.by_rid[rid]
+                self.todo_tokens[rid] = job.prompt + job.tokens - self.left[rid]
             self.run[outgoing] = []
         for other, seen in self.passed_over.items():
             if other != model:
@@ -199,50 +288,124 @@ class Toy:
         self.now += self.switch_ms / 1000
         self.switches.append(model)
         self.core.handle(self.now, Switched(model, self.switch_ms))
-        self.slot = Slot(model, self.now)
+        self.slot = Slot(model, self.now, len(self.switches), waited=set(self.wait[model]))
         self._others()
+        self._contest()
+
+    # --- the executor
 
     def _step(self, model: str, admit: frozenset[str] | None) -> None:
+        slot = self.slot
+        assert slot
         batch = [r for r in self.wait[model] if admit is None or r in admit]
+        if self.oracle and self.core.plan is not None:
+            self._compare(frozenset(batch))
         tokens: list[StepTokens] = []
-        if batch and self.chunk_ms:
-            head = batch[0]
-            took = min(self.chunk_ms, self.prefill_left[head])
-            self.prefill_left[head] -= took
-            kind = "prefill"
-            if self.prefill_left[head] == 0:
-                self.wait[model].remove(head)
-                self.run[model].append(head)
-                tokens = self._emit([head])
-        elif batch:
-            took, kind = sum(self.by_rid[r].prefill_ms for r in batch), "prefill"
-            self.wait[model] = [r for r in self.wait[model] if r not in batch]
-            self.run[model] += batch
-            tokens = self._emit(batch)
+        kind, fresh = "idle", 0
+        if batch:
+            kind, ready = "prefill", []
+            for rid in batch:
+                take = min(self.todo_tokens[rid], self.chunk - fresh if self.chunk else self.todo_tokens[rid])
+                self.todo_tokens[rid] -= take
+                fresh += take
+                if self.todo_tokens[rid] == 0:
+                    ready.append(rid)
+                if self.chunk and fresh >= self.chunk:
+                    break
+            took = fresh
+            self.wait[model] = [r for r in self.wait[model] if r not in ready]
+            self.run[model] += ready
+            self.started |= set(ready)
+            self.now += took / 1000
+            tokens = self._emit(ready)
+            slot.prefill_ms += took
+            slot.owed_ms = slot.owed_ms or took
+            slot.since_prefill = 0
         elif self.run[model]:
             took, kind = DECODE_MS, "decode"
+            self.now += took / 1000
             tokens = self._emit(self.run[model])
+            slot.decoded += 1
+            slot.decoded_ms += took
+            slot.since_prefill += 1
         else:
-            took, kind = 0, "idle"
-        self.now += took / 1000
-        assert self.slot
-        self.slot.longest_step_s = max(self.slot.longest_step_s, took / 1000)
-        self.slot.prefill_ms += took if kind == "prefill" else 0
-        result = StepResult(kind=kind, tokens=tokens, wall_ms=took)  # type: ignore[arg-type]
+            took = 0
+        slot.longest_ms = max(slot.longest_ms, took)
+        result = StepResult(kind=kind, tokens=tokens, prefilled_tokens=fresh, wall_ms=took)  # type: ignore[arg-type]
         assert self.core.handle(self.now, Stepped(model, result, list(self.wait[model]))) == []
         for t in tokens:
             if t.finished:
                 self.run[model].remove(t.rid)
                 self.done[t.rid] = t.finished
-        if self.core.phase:
-            self.phases.append(self.core.phase)
+                self._end(model)
         self._others()
+
+    def _end(self, model: str) -> None:
+        if self.slot and self.slot.model == model:
+            self.slot.ended += 1
 
     def _emit(self, rids: list[str]) -> list[StepTokens]:
         out = []
         for rid in rids:
             if rid not in self.order:
                 self.order.append(rid)
+                self.first_ms[rid] = (self.now - START) * 1000
             self.left[rid] -= 1
             out.append(StepTokens(rid=rid, token_ids=[0], finished="" if self.left[rid] else "length"))
         return out
+
+    # --- the rules by enumeration
+
+    def _compare(self, batch: frozenset[str]) -> None:
+        """The batch is one that the rules allow, and there is none only if they allow none."""
+        phase, slot = self.core.phase, self.slot
+        assert slot
+        if phase is Phase.P:
+            pool = {r for r in self.wait[slot.model] if r in slot.waited or r in self.started}
+            assert batch in self._maximal(pool, owed=True), f"P: {batch} of {pool}"
+            slot.left_p |= pool - batch
+        elif phase is Phase.SP:
+            assert slot.since_prefill or not self.run[slot.model], "SP only at a decode boundary"
+            assert batch in self._maximal(self._eligible(), owed=False) - {frozenset()}
+            self.sps.append(batch)
+        elif phase in {Phase.D1, Phase.D} and (slot.since_prefill or not self.run[slot.model]):
+            assert self._maximal(self._eligible(), owed=False) == {frozenset()}, "an SP was passed by"
+
+    def _eligible(self) -> set[str]:
+        slot = self.slot
+        assert slot
+        if not self.config.ablation.sp:
+            return set()
+        return {
+            rid
+            for rid in self.wait[slot.model]
+            if rid in self.started
+            or (self.by_rid[rid].back and self._cached(rid) > 0 and (rid not in slot.waited or rid in slot.left_p))
+        }
+
+    def _maximal(self, pool: set[str], *, owed: bool) -> set[frozenset[str]]:
+        """All batches of `pool` that fit and to which nothing of at least their rank could be added.
+
+        `owed`: the slot owes somebody a token, and a batch of one fits whatever it costs.
+        """
+        subsets = [frozenset(c) for n in range(len(pool) + 1) for c in itertools.combinations(sorted(pool), n)]
+        fitting = {s for s in subsets if not s or self._fits(s) or (owed and len(s) == 1)}
+        return {s for s in fitting if not any(s < t for t in fitting)} if not owed else fitting
+
+    def _fits(self, batch: frozenset[str]) -> bool:
+        slot, core = self.slot, self.core
+        assert slot
+        assert core.plan is not None
+        plan = core.plan.slots[slot.model]
+        assert core._slot
+        end = core._slot.end
+        cost = core.estimates.prefill_ms(slot.model, sum(max(1, self._todo(r)) for r in batch))
+        decode_ms = core.estimates.decode_ms(slot.model)
+        protected = max(0, plan.decodes - core._slot.decoded) * decode_ms
+        if not self.config.suspends:
+            protected = max(protected, core._slot.lost_ms + cost)
+        return (end - self.now) * 1000 - cost - protected >= -_EPS
+
+    def _todo(self, rid: str) -> int:
+        job = self.by_rid[rid]
+        return job.prompt + job.tokens - self.left[rid] - self._cached(rid)

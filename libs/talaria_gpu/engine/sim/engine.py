@@ -19,7 +19,7 @@ from typing import Literal
 from talaria_common.clock import Clock
 from talaria_common.errors import BadRequestError, ContextLengthError, EngineError, ModelNotFoundError
 from talaria_common.settings import InstanceSettings
-from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, StepResult, SwitchTiming
+from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, PrefixState, StepResult, SwitchTiming
 from talaria_gpu.engine.sim.device import Device, FlatDevice
 from talaria_gpu.engine.sim.pool import SimCall, SimPool
 from talaria_gpu.engine.sim.tokens import EOS, VOCAB_SIZE
@@ -60,6 +60,8 @@ class SimEngine:
         self._macro = macro
         self.horizon = math.inf
         """No macro-step goes on beyond this time, seconds, by more than one iteration."""
+        self.most_steps: int | None = None
+        """Nor does it have more iterations than this."""
         self._specs = {name: self._device.spec(name) for name in instance.models}
         self._pools = {
             name: SimPool(spec.kv_capacity_tokens, instance.page_size, spec.max_running)
@@ -127,6 +129,11 @@ class SimEngine:
             return None
         return max(0.0, (self._flight.due if self._flight else self._free_at) - now)
 
+    def prefix_state(self, rid: str) -> PrefixState:
+        """What a waiting call would find on the device; this engine keeps nothing on the host."""
+        model = self._model_of.get(rid)
+        return PrefixState() if model is None else PrefixState(self._pools[model].cached_tokens(rid))
+
     # --- calls
 
     def submit(self, call: EngineCall) -> None:
@@ -167,6 +174,27 @@ class SimEngine:
             return False
         self._cut()
         return self._pools[model].drop(rid)
+
+    # --- what this device does not model: staging, and models that come and go
+
+    def stage(self, model: str) -> None:
+        """Nothing is staged."""
+
+    @property
+    def staging_slack_bytes(self) -> int:
+        """Nothing is staged."""
+        return 0
+
+    def open_model(self, model: str) -> bool:
+        """All configured models are open. Raises ModelNotFoundError."""
+        if model not in self._pools:
+            raise ModelNotFoundError(f"model {model!r} is not configured here")
+        return True
+
+    def close_model(self, model: str) -> None:
+        """They stay open. Raises ModelNotFoundError or BadRequestError."""
+        self.open_model(model)
+        raise BadRequestError("the sim engine keeps its models open")
 
     # --- the device
 
@@ -254,6 +282,7 @@ class SimEngine:
         if any(c.call.sampling.stop_token_ids or c.call.sampling.logprobs is not None for c in running):
             return 1
         left = min(c.call.sampling.max_new_tokens - len(c.out) for c in running)
+        left = left if self.most_steps is None else min(left, self.most_steps)
         return max(1, min(left, 1 + pool.available // len(pool.running)))
 
     def _cut(self, at: float | None = None) -> None:

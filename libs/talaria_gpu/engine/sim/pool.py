@@ -151,6 +151,11 @@ class SimPool:
             batch.append((call, todo))
         return batch
 
+    def cached_tokens(self, rid: str) -> int:
+        """Tokens that a waiting call would not have to prefill now; 0 if it does not wait."""
+        call = self.waiting.get(rid)
+        return 0 if call is None else self._cache.length(call.call.salt, call.sequence[:-ID_BYTES])
+
     def prefilled(self, call: SimCall, now: float) -> None:
         """A prefill is done: its whole pages become a cached prefix that others may share."""
         if call.node is None:

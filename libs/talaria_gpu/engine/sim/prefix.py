@@ -56,6 +56,20 @@ class PrefixCache:
             node, position = child, position + common
         return node, position // ID_BYTES
 
+    def length(self, salt: str, packed: bytes) -> int:
+        """Tokens of the longest cached prefix of `packed`; changes nothing."""
+        node = self._roots.get(salt)
+        position = 0
+        while node is not None:
+            node = node.children.get(packed[position : position + self._page])
+            if node is None:
+                break
+            common = self._common(node.edge, packed, position)
+            position += common
+            if common < len(node.edge):
+                break
+        return position // ID_BYTES
+
     def insert(self, salt: str, packed: bytes, now: float) -> tuple[Node, int]:
         """Keep the whole pages of `packed`; returns the node where they end, and how many tokens are new."""
         packed = packed[: len(packed) - len(packed) % self._page]
