@@ -234,11 +234,12 @@ class Engine(Protocol):
         ...
 
     def switch(self, model: str) -> SwitchTiming:
-        """Make `model` active. What still decodes on the outgoing model is suspended, and goes on where it was when its
-        model is active again; or, where the engine keeps no KV (or has no room), retracted: it waits again, tokens kept.
+        """Make `model` active, taking the outgoing model's calls and prefixes off the device.
 
-        The outgoing model's device prefixes are gone. Its kv_epoch rises unless all of them can be restored. Device addresses are compared with those
-        at opening; a difference raises EngineError, and the engine must not be used any more.
+        What still decodes is suspended, and goes on where it was when its model is active again; or, where the engine
+        keeps no KV or has no room for it, retracted: it waits again, tokens kept. The outgoing model's kv_epoch rises
+        unless the prefixes that the device loses can be restored. Device addresses are compared with those at opening;
+        a difference raises EngineError, and the engine must not be used any more.
 
         Raises:
             SwitchFailedError: the weights could not be brought in; the engine serves on as the error says.
