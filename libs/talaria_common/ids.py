@@ -34,12 +34,12 @@ def hash_id(*parts: str) -> str:
 
     The parts are length-prefixed, so that ("a", "bc") and ("ab", "c") differ.
     """
-    h = hashlib.blake2b(digest_size=16)
+    joined = bytearray()
     for part in parts:
         raw = part.encode("utf-8", "surrogatepass")
-        h.update(len(raw).to_bytes(8, "little"))
-        h.update(raw)
-    return h.hexdigest()
+        joined += len(raw).to_bytes(8, "little")
+        joined += raw
+    return hashlib.blake2b(joined, digest_size=16).hexdigest()
 
 
 def partition_of(tenant: str, session: str, model: str) -> int:

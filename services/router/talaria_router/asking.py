@@ -94,7 +94,8 @@ def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
             if lease in {"honoured", "probing"}:
                 return
     ranking = _rank(state, now, request, entry)
-    state.counts.rejected.update(ranking.reasons)
+    if ranking.reasons:
+        state.counts.rejected.update(ranking.reasons)
     if _opens(turn, request.model, ranking):
         state.waiting[request.rid] = Waiting(case, "open", from_ms(request.deadline_ms), now)
         return

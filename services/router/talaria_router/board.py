@@ -83,6 +83,7 @@ class Board:
             return
         if old.unready:
             self.unready[old.unready] -= 1
+            self.unready = +self.unready
         elif old.full:
             del self.full[iid]
         elif self._busy(old):

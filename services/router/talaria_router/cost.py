@@ -167,9 +167,8 @@ def unready(instance: Instance, model: ModelState | None) -> str:
     return "failed_model" if model is None or model.state == "failed" else ""
 
 
-def candidate_of(call: Call, place: Place) -> Candidate:
-    """Eq. 1 for `call` at `place`, before any admission check."""
-    prefix = call.prefix_tokens
+def candidate_of(call: Call, place: Place, prefix: int) -> Candidate:
+    """Eq. 1 for `call`, whose `prefix_tokens` are `prefix`, at `place`; before any admission check."""
     kv = kv_of(call.entry, place.instance, place.model)
     reused = min(prefix, call.entry.kv_tokens) if kv != "missing" and call.entry is not None else 0
     if place.iid in call.sharers and min(prefix, call.shared_tokens) > reused:

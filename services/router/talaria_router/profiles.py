@@ -6,7 +6,7 @@ from the same model on other instances, and from a default that is the right ord
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from talaria_common.wire import Completion, ModelState
 
@@ -55,8 +55,7 @@ class _PerModel:
         self.opens = Ewma()
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(NamedTuple):
     """Costs of one model on one instance, all known or guessed."""
 
     prefill_ms_per_token: float

@@ -10,7 +10,7 @@ from itertools import islice
 from talaria_router.admission import Demand, check, excess_ms, replica_gain_ms, replica_price_ms
 from talaria_router.board import HELD, Board, Boards
 from talaria_router.cluster import Cluster
-from talaria_router.config import EVENT_CANDIDATES, RouterConfig
+from talaria_router.config import EVENT_CANDIDATES, RANKED, RouterConfig
 from talaria_router.cost import Call, Candidate, Place, candidate_of
 from talaria_router.policies import Policy
 from talaria_router.replicas import Replicas
@@ -74,6 +74,7 @@ class _Scan:
         self.admitted: list[Candidate] = []
         self.held = False
         """Someone who is fit holds the model."""
+        self._prefix_tokens = call.prefix_tokens
         self._judged_at = judged_at
         self._stale_after_s = stale_after_s
         self._config = config
@@ -85,7 +86,7 @@ class _Scan:
             self.result.reasons[reason] += 1
             return None
         self.held = self.held or place.model.state in HELD
-        candidate = candidate_of(self.call, place)
+        candidate = candidate_of(self.call, place, self._prefix_tokens)
         reason = check(self.call, candidate, place, self._config)
         if not reason:
             return candidate
@@ -125,13 +126,11 @@ class Ranker:
         """
         board = self._boards.of(call.model)
         scan = _Scan(call, self._cluster.judged_at(now), self._cluster.stale_after_s, self._config)
-        scan.result.reasons.update(+board.unready)
+        if board.unready:
+            scan.result.reasons.update(board.unready)
         self._held(scan, board)
-        for reason, many, iids in board.shut():
-            for iid in islice(iids, EVENT_CANDIDATES):
-                scan.take(board.places[iid])
-            if many > EVENT_CANDIDATES:
-                scan.result.reasons[reason] += many - EVENT_CANDIDATES
+        if board.full or board.busy:
+            self._shut(scan, board)
         if board.fresh:
             if self._policy.eq2:
                 self._worth_opening(scan, board, now, demand)
@@ -141,27 +140,39 @@ class Ranker:
                     if candidate is not None:
                         scan.admitted.append(candidate)
         result = scan.result
-        scan.admitted.sort()
+        if not self._policy.by_cost:
+            scan.admitted.sort()
         result.order = self._policy.rank(call, scan.admitted)
         return result
 
     def _held(self, scan: _Scan, board: Board) -> None:
         """Those that hold the model: first where a prefix may be found, then the others, cheapest first."""
         call = scan.call
-        near = set(call.sharers)
-        if call.entry is not None:
-            near.add(call.entry.iid)
-        near = {iid for iid in near if board.open(iid)}
+        near: set[str] = set()
+        if call.entry is not None or call.sharers:
+            near.update(call.sharers)
+            if call.entry is not None:
+                near.add(call.entry.iid)
+            near = {iid for iid in near if board.open(iid)}
         totals: list[float] = []
         for iid in near:
             self._admit(scan, board.places[iid], totals)
+        by_cost = self._policy.by_cost
         least_ms = call.prompt_tokens * board.least_prefill
         for base_ms, _, iid in board.held:
-            enough = len(totals) >= EVENT_CANDIDATES
-            if enough and self._policy.by_cost and base_ms + least_ms >= totals[EVENT_CANDIDATES - 1]:
+            if by_cost and len(totals) >= RANKED and base_ms + least_ms >= totals[RANKED - 1]:
                 break  # nobody further down can be among the best
             if iid not in near:
                 self._admit(scan, board.places[iid], totals)
+
+    @staticmethod
+    def _shut(scan: _Scan, board: Board) -> None:
+        """Those that a check refuses whatever the call: a few are looked at, the others counted."""
+        for reason, many, iids in board.shut():
+            for iid in islice(iids, EVENT_CANDIDATES):
+                scan.take(board.places[iid])
+            if many > EVENT_CANDIDATES:
+                scan.result.reasons[reason] += many - EVENT_CANDIDATES
 
     @staticmethod
     def _admit(scan: _Scan, place: Place, totals: list[float]) -> None:
@@ -175,7 +186,7 @@ class Ranker:
         best_wait = min((c.wait_ms for c in scan.admitted), default=None)
         held, fit = scan.held, 0
         for n, (_, _, iid) in enumerate(board.fresh):
-            if fit >= EVENT_CANDIDATES:
+            if fit >= RANKED:
                 scan.result.reasons["replica"] += len(board.fresh) - n
                 return
             place = board.places[iid]
