@@ -256,6 +256,21 @@ def simulate(  # noqa: PLR0917 - typer makes each argument an option
 
 
 @app.command()
+def report(  # noqa: PLR0917 - typer makes each argument an option
+    name: Annotated[str, typer.Argument(help="'paper', or an experiment file (.toml).")] = "paper",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for report.md and figures.")] = Path("report"),
+    trace: Annotated[Path | None, typer.Option("--trace", help="Take the issues from this trace.")] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="An experiment's id. Repeatable.")] = None,
+    issues: Annotated[int, typer.Option("--issues", min=1, max=10, help="Fewer for a quick look.")] = 10,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+) -> None:
+    """Rebuild the paper's figures and tables by simulation, beside the published values."""
+    from talaria_cli.report import ReportOptions, run_report
+
+    raise SystemExit(run_report(ReportOptions(name, out, trace, only or [], issues, seed)))
+
+
+@app.command()
 def version() -> None:
     """Versions of Talaria and of what it runs on."""
     from talaria_cli.version import run_version

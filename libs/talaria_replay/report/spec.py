@@ -1,0 +1,82 @@
+"""Experiment files."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from talaria_replay.sim.scenario import Scenario
+
+Kind = Literal["shape", "ablations", "starts", "router", "tau", "signals", "switch"]
+
+
+class SpecError(ValueError):
+    """The experiment file is wrong; the message names the key."""
+
+
+class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One figure or table. `paper` holds the published values in the shape of the kind's own result."""
+
+    id: str
+    title: str
+    kind: Kind
+    section: str
+    scenario: str = ""
+    calibrations: list[str] = []
+    configurations: list[str] = []
+    policies: list[str] = []
+    loads: dict[str, float] = {}
+    """Name → seconds between starts of sessions."""
+    taus: list[float] = []
+    stagger_s: float = 0.0
+    signals: dict[str, str] = {}
+    """Policy → the system whose signal it is."""
+    paper: dict[str, Any] = {}
+    why: str = ""
+    """Where and why prediction and paper part."""
+
+
+class Pending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A figure that cannot be made before a mechanism is built."""
+
+    id: str
+    title: str
+    needs: list[str]
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An experiment file."""
+
+    scenarios: dict[str, Scenario]
+    experiments: list[Experiment]
+    pending: list[Pending] = []
+
+
+def load(name: str) -> Spec:
+    """A shipped one ("paper") or a .toml file. Raises SpecError."""
+    try:
+        if name.endswith(".toml"):
+            text = Path(name).read_text(encoding="utf-8")
+        else:
+            file = resources.files("talaria_replay").joinpath("experiments", f"{name}.toml")
+            text = file.read_text(encoding="utf-8")
+        spec = msgspec.convert(tomllib.loads(text), Spec)
+    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as e:
+        raise SpecError(f"{name}: {e}") from e
+    for experiment in spec.experiments:
+        if experiment.scenario and experiment.scenario not in spec.scenarios:
+            raise SpecError(f"{name}: experiment {experiment.id!r}: no scenario {experiment.scenario!r}")
+    return spec
+
+
+def select(spec: Spec, ids: list[str]) -> list[Experiment]:
+    """The experiments of these ids, all for none. Raises SpecError on an unknown one."""
+    known = {e.id: e for e in spec.experiments}
+    unknown = sorted(set(ids) - known.keys())
+    if unknown:
+        raise SpecError(f"no experiment {unknown[0]!r}: there are {', '.join(known)}")
+    return [e for e in spec.experiments if not ids or e.id in ids]
