@@ -7,7 +7,7 @@ import sys
 
 from bench.report import ROOT
 
-MODULES = ("mesh", "engine")
+MODULES = ("mesh", "engine", "restore", "router")
 
 
 def main() -> int:

@@ -87,9 +87,9 @@ def rows(data: dict[str, Any]) -> list[Row]:
             "*" if c.get("iid") == chosen else "",
             str(c.get("iid")),
             *(f"{c.get(term, 0.0):.1f}" for term in ("req_ms", "kv_ms", "act_ms", "total_ms", "wait_ms")),
-            f"{c.get('kv', '?')} ({c['reused']} tokens)" if c.get("reused") else str(c.get("kv", "?")),
+            f"{c.get('kv', 'missing')} ({c['reused']} tokens)" if c.get("reused") else str(c.get("kv", "missing")),
             str(c.get("model", "")),
-            str(c.get("calls", "")),
+            str(c.get("calls", 0)),
             f"ruled out: {c['rejected']}" if c.get("rejected") else "",
         )
         for c in data.get("candidates", [])

@@ -18,6 +18,8 @@ from talaria_common.wire import (
     SeenPlacements,
     Snapshot,
     Verdict,
+    decode,
+    encode,
 )
 from talaria_router.asking import key_of
 from talaria_router.config import RouterConfig
@@ -149,7 +151,9 @@ class Rig:
         return self.state.sessions.get(key_of("t", session, name)[0])
 
     def events(self, kind: str) -> list[Event]:
-        return [e.event for e in self.effects if isinstance(e, Emit) and e.event.kind == kind]
+        """As they come off the bus."""
+        told = [e.event for e in self.effects if isinstance(e, Emit) and e.event.kind == kind]
+        return [decode(encode(event), Event) for event in told]
 
     @property
     def books(self) -> Any:

@@ -12,7 +12,7 @@ from tests.router.rig import Rig, model, only, outcome
 
 def terms(rig: Rig, session: str = "s", **more: Any) -> dict[str, dict[str, Any]]:
     rig.ask(session, **more)
-    return {c["iid"]: c for c in rig.events("route")[-1].data["candidates"]}
+    return {c["iid"]: {"kv": "missing"} | c for c in rig.events("route")[-1].data["candidates"]}
 
 
 def rig_with(**models: Any) -> Rig:

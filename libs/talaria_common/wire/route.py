@@ -95,11 +95,21 @@ class RouteReply(Wire, frozen=True, kw_only=True):
 
 
 class CandidateCost(Wire, frozen=True, kw_only=True):
-    """One candidate's Eq. 1 terms, in ms, for decision events and `talaria explain`."""
+    """One candidate's Eq. 1 terms, in ms, in decision events and for `talaria explain`."""
 
     iid: str
     req_ms: float
     kv_ms: float
     act_ms: float
-    kv: Literal["device", "host", "missing"] = "missing"
     total_ms: float
+    wait_ms: float = 0.0
+    """Predicted wait before its prefill."""
+    kv: Literal["device", "host", "missing"] = "missing"
+    reused: int = 0
+    """Prompt tokens whose KV was expected there."""
+    model: str = ""
+    """Where the model's weights are there, as `ModelState.state`."""
+    calls: int = 0
+    """In the system there."""
+    rejected: str = ""
+    """The check that ruled it out; "": none did."""

@@ -6,31 +6,28 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from talaria_common.clock import to_ms
-from talaria_common.wire import Event, Placement, RouteRequest, Verdict
+from talaria_common.wire import CandidateCost, Event, Placement, RouteRequest, Verdict
 from talaria_router.config import EVENT_CANDIDATES
 from talaria_router.cost import Candidate
 from talaria_router.ranking import Ranking
 from talaria_router.sessions import Entry
 
 
-def terms(candidate: Candidate) -> dict[str, Any]:
-    """A candidate's Eq. 1 terms, rounded to µs."""
-    c = candidate
-    found: dict[str, Any] = {
-        "iid": c.iid,
-        "req_ms": round(c.req_ms, 3),
-        "kv_ms": round(c.kv_ms, 3),
-        "act_ms": round(c.act_ms, 3),
-        "total_ms": round(c.total_ms, 3),
-        "wait_ms": round(c.wait_ms, 3),
-        "kv": c.kv,
-        "reused": c.reused_tokens,
-        "model": c.state,
-        "calls": c.calls,
-    }
-    if c.rejected:
-        found["rejected"] = c.rejected
-    return found
+def terms(c: Candidate) -> CandidateCost:
+    """A candidate's Eq. 1 terms."""
+    return CandidateCost(
+        iid=c.iid,
+        req_ms=c.req_ms,
+        kv_ms=c.kv_ms,
+        act_ms=c.act_ms,
+        total_ms=c.total_ms,
+        wait_ms=c.wait_ms,
+        kv=c.kv,
+        reused=c.reused_tokens,
+        model=c.state,
+        calls=c.calls,
+        rejected=c.rejected,
+    )
 
 
 class Decision(NamedTuple):
@@ -74,7 +71,7 @@ def route_event(router: str, now: float, view: int, decision: Decision) -> Event
     if ranking is not None:
         shown: Sequence[Candidate] = (*ranking.order, *ranking.refused)
         data["candidates"] = [terms(c) for c in shown[:EVENT_CANDIDATES]]
-        data["rejected"] = dict(ranking.reasons)
+        data["rejected"] = ranking.reasons
     if spilled:
         data["spilled"] = True
     if avoidable_open:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sys import intern
+
 from talaria_common.clock import from_ms
 from talaria_common.ids import PARTITIONS
 from talaria_common.wire import ClusterView, Completion, Snapshot
@@ -158,10 +160,12 @@ def _session_follows(turn: Turn, c: Completion, key: str, partition: int) -> Non
     entry = state.entry(key, partition)
     if entry is None:
         _drop(turn, key, "moved")
-        entry = Entry(c.tenant, c.session, c.model, now, home=c.iid, owner_rev=state.owned[partition].rev)
+        # One text for all sessions of a tenant, model and instance: at a million sessions that halves the table.
+        tenant, model, home = intern(c.tenant), intern(c.model), intern(c.iid)
+        entry = Entry(tenant, c.session, model, now, home=home, owner_rev=state.owned[partition].rev)
     elif entry.lease_until > 0:
         turn.discard_lease(key, entry, "superseded")
-    entry.iid, entry.iid_epoch = c.iid, c.epoch
+    entry.iid, entry.iid_epoch = intern(c.iid), intern(c.epoch)
     entry.kv_tokens, entry.kv_epoch, entry.prefix_handle = c.kv_tokens, c.kv_epoch, c.prefix_handle
     entry.calls += 1
     entry.last_use = now
