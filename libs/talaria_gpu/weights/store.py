@@ -68,7 +68,7 @@ class WeightStore:
         Raises:
             EngineError: it does not fit beside what is pinned.
         """
-        self._make_room(name, size)
+        self._make_room(name, size, patient=True)
         return memory.allocate(size, pin=self._pin)
 
     def put(self, name: str, image: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ class WeightStore:
         self._settle(entry)
         if entry.image is None and entry.loading is None and not entry.broken:
             try:
-                self._start(name, entry)
+                self._start(name, entry, patient=False)
             except EngineError:  # everything else is pinned: there will be room after a switch
                 return False
         return entry.image is not None
@@ -105,7 +105,7 @@ class WeightStore:
         self._settle(entry)
         if entry.image is None:
             if entry.loading is None:
-                self._start(name, entry)
+                self._start(name, entry, patient=True)
             self._finish(entry)
         if entry.image is None:
             raise EngineError(f"{name}: {self.stats.failures[-1]}")
@@ -138,11 +138,16 @@ class WeightStore:
 
     # --- space
 
-    def _make_room(self, name: str, size: int) -> None:
+    def _make_room(self, name: str, size: int, *, patient: bool) -> None:
+        """`patient`: wait for what is being read, if its place is the only one that can be had."""
         if self._capacity is None:
             return
         while self.host_bytes + size > self._capacity:
             idle = {n: e for n, e in self._entries.items() if e.image is not None and not e.pins}
+            reading = [e for e in self._entries.values() if e.loading is not None]
+            if not idle and reading and patient:
+                self._finish(reading[0])
+                continue
             if not idle:
                 raise EngineError(
                     f"the host image of {name} ({size} B) does not fit: {self.host_bytes} B of {self._capacity} B are "
@@ -167,11 +172,11 @@ class WeightStore:
 
     # --- the disk
 
-    def _start(self, name: str, entry: _Entry) -> None:
+    def _start(self, name: str, entry: _Entry, *, patient: bool) -> None:
         file, size, pin = entry.file, entry.size, self._pin
         if file is None:
             raise EngineError(f"{name} has no image anywhere")
-        self._make_room(name, size)
+        self._make_room(name, size, patient=patient)
 
         def read() -> torch.Tensor:
             image = memory.allocate(size, pin=pin)

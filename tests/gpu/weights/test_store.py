@@ -70,6 +70,15 @@ def test_a_pinned_image_is_never_evicted(store):
     assert torch.equal(store.acquire("b"), image(1))
 
 
+def test_what_is_being_read_for_a_wrong_guess_makes_room_for_what_is_needed(store):
+    for seed, name in enumerate("abc"):
+        put(store, name, seed)
+    store.acquire("c")
+    store.prefetch("a")  # in the place of b
+    assert torch.equal(store.acquire("b"), image(1))
+    assert store.place("a") == "disk"
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_a_damaged_file_fails_its_model_only(store, damage):
     for seed, name in enumerate("abc"):

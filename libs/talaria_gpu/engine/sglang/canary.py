@@ -5,11 +5,16 @@ It runs on the model alone, before any call may, through the same scheduler and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from talaria_common.errors import EngineError
 from talaria_gpu.engine.contract import EngineCall, Sampling
 from talaria_gpu.engine.sglang.opening import OpenModel
+from talaria_gpu.engine.sglang.scheduler import SlotScheduler
 
 PROMPT_TOKENS = 24
 TOKENS = 6
@@ -32,7 +37,7 @@ def first_tokens(model: OpenModel) -> tuple[int, ...]:
         salt="talaria-canary",
     )
     scheduler = model.scheduler
-    with model.inside():
+    with model.inside(), _alone(scheduler):
         request = scheduler.submit(call, _RID, 0)
         for _ in range(len(ids) + TOKENS):
             scheduler.step(frozenset({_RID}))
@@ -41,10 +46,27 @@ def first_tokens(model: OpenModel) -> tuple[int, ...]:
         else:
             scheduler.drop(request)
             raise EngineError(f"{model.info.name}: the canary's prompt does not come to an end")
-        scheduler.settle()
         tree = scheduler.tree_cache
         tree.evict(EvictParams(num_tokens=tree.evictable_size()))
     return tuple(request.output_ids)
+
+
+def has_room(model: OpenModel) -> bool:
+    """Whether the canary can run: calls that are suspended keep their rows, and may keep all of them."""
+    rows, kv = model.scheduler.req_to_token_pool, model.scheduler.token_to_kv_pool_allocator
+    return bool(rows.available_size() and kv.available_size() > PROMPT_TOKENS + TOKENS + 2 * kv.page_size)
+
+
+@contextmanager
+def _alone(scheduler: SlotScheduler) -> Iterator[None]:
+    """Inside, the scheduler runs nothing else: suspended calls, whose KV is not back yet, are set aside."""
+    aside = scheduler.running_batch, scheduler.last_batch, scheduler.chunked_req
+    scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+    scheduler.last_batch = scheduler.chunked_req = None
+    try:
+        yield
+    finally:
+        scheduler.running_batch, scheduler.last_batch, scheduler.chunked_req = aside
 
 
 def check(model: OpenModel) -> None:

@@ -158,7 +158,7 @@ class Switcher:
         checks.check_at_home(target.info.name, target.region)
         self._switches += 1
         watched = bool(target.golden) and self._switches % self._options.canary_every == 0
-        watched = watched and not target.scheduler.inflight()  # its steps would run suspended calls, too
+        watched = watched and canary.has_room(target)
         if watched:
             canary.check(target)
         clock.mark()

@@ -1,0 +1,340 @@
+"""Staging and switches on real SGLang: every path class, KV that takes its pages back, failures, open and close."""
+
+from __future__ import annotations
+
+import shutil
+from random import Random
+
+import psutil
+import pytest
+import torch
+
+from talaria_common.errors import BadRequestError, EngineError, ModelNotFoundError
+from talaria_gpu.engine.contract import SwitchFailedError
+from talaria_gpu.models.reference import assert_greedy
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+SMOLLM2, QWEN3, MLA = "smollm2-135m-instruct", "tiny-qwen3-random", "tiny-mla-random"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def options():
+    """How the engines here keep weights; small chunks, and a canary at every switch."""
+    from talaria_gpu.engine.sglang.spec import MemoryOptions
+
+    def make(**changes):
+        return MemoryOptions(**({"staging": True, "chunk_bytes": 256 << 10, "canary_every": 1} | changes))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def roomy(make_engine, options):
+    """KV tails as large as a model."""
+    return make_engine(QWEN3, MLA, kv_tokens=40960, memory=options())
+
+
+@pytest.fixture(scope="module", params=[16, 1], ids=["page16", "page1"])
+def tight(request, make_engine, options):
+    """KV that calls fill."""
+    return make_engine(QWEN3, MLA, page_size=request.param, kv_tokens=1024, memory=options(chunk_bytes=64 << 10))
+
+
+def image_of(engine, model: str) -> torch.Tensor:
+    image = engine._switcher.store.acquire(model)
+    engine._switcher.store.release(model)
+    return image
+
+
+def switch(engine, model: str):
+    """Switch, and check what every switch owes."""
+    timing = engine.switch(model)
+    weights = engine.models()[model].weight_bytes
+    assert timing.d2d_bytes + timing.h2d_bytes == timing.weight_bytes == weights
+    assert timing.dirty_bytes + timing.missing_bytes == timing.h2d_bytes
+    assert timing.canary
+    assert torch.equal(engine._buffer[:weights], image_of(engine, model))
+    assert engine._switcher.stager is None
+    return timing
+
+
+def staged(engine, model: str):
+    """Stage all that there is room for."""
+    engine.stage(model)
+    stager = engine._switcher.stager
+    assert stager is not None
+    stager.join()
+    return stager
+
+
+def test_all_path_classes_in_turn(roomy, driver_for, references, new_prompt):
+    driver = driver_for(roomy)
+    seen = []
+    for model, other in ((QWEN3, MLA), (MLA, QWEN3)) * 2:
+        if roomy.active != model:
+            switch(roomy, model)
+        rid = driver.submit(model, new_prompt(100), 12)
+        driver.step()
+        if seen:
+            staged(roomy, other)
+        driver.drain(model)
+        out = driver.outputs[rid]
+        assert_greedy(references[model], out.prompt, out.ids)
+        seen.append(switch(roomy, other).path)
+    assert seen == ["h2d", "d2d", "d2d", "d2d"]
+
+
+def test_staging_comes_and_goes_without_a_trace(roomy, driver_for, references, new_prompt):
+    driver = driver_for(roomy)
+    roomy.active == QWEN3 or switch(roomy, QWEN3)
+    slack = roomy.staging_slack_bytes
+    assert slack > 0
+    stager = staged(roomy, MLA)
+    roomy.stage(MLA)
+    assert roomy._switcher.stager is stager
+    assert roomy.staging_slack_bytes == slack
+    roomy.check_idle()
+    out = driver.run(QWEN3, new_prompt(200), 8)
+    assert_greedy(references[QWEN3], out.prompt, out.ids)
+    roomy._switcher.cancel()
+    assert roomy._models[QWEN3].scheduler.token_to_kv_pool_allocator.leased_pages == 0
+    roomy.check_idle()
+    assert switch(roomy, MLA).path == "h2d"
+
+
+def test_calls_take_pages_back_while_weights_are_staged(tight, driver_for, references, new_prompt):
+    """Decode until the tails are needed: chunks turn dirty, tokens stay right on both sides of the switch."""
+    driver = driver_for(tight)
+    for model, other in ((QWEN3, MLA), (MLA, QWEN3)):
+        if tight.active != model:
+            switch(tight, model)
+        rids = [driver.submit(model, new_prompt(length), 60) for length in (150, 90, 130, 110)]
+        driver.step()
+        driver.step()
+        staged(tight, other)
+        driver.drain(model)
+        allocator = tight._models[model].scheduler.token_to_kv_pool_allocator
+        pages = allocator.unleased_pages()
+        assert pages == sorted(pages)
+        timing = switch(tight, other)
+        assert timing.dirty_bytes > 0
+        assert timing.path == "partial"
+        for rid in rids:
+            out = driver.outputs[rid]
+            assert_greedy(references[model], out.prompt, out.ids)
+    out = driver.run(QWEN3, new_prompt(80), 20)
+    assert_greedy(references[QWEN3], out.prompt, out.ids)
+
+
+def test_staging_under_way_at_the_switch(tight, driver_for, references, new_prompt):
+    driver = driver_for(tight)
+    switch(tight, QWEN3) if tight.active != QWEN3 else None
+    for model in (MLA, QWEN3, MLA):
+        tight.stage(model)
+        switch(tight, model)
+        out = driver.run(model, new_prompt(40), 6)
+        assert_greedy(references[model], out.prompt, out.ids)
+
+
+def test_a_failed_switch_rolls_back(tight, driver_for, references, new_prompt, monkeypatch):
+    from talaria_gpu.staging.streams import HostStream
+
+    class Failing(HostStream):
+        def move(self, target, source) -> None:
+            if not broken or target.data_ptr() % 3 == 0:
+                super().move(target, source)
+                return
+            broken.pop()
+            raise OSError("the link is down")
+
+    driver, broken = driver_for(tight), [True]
+    switch(tight, QWEN3) if tight.active != QWEN3 else None
+    rid = driver.submit(QWEN3, new_prompt(60), 20)
+    for _ in range(5):
+        driver.step()
+    stream = Failing("failing")
+    monkeypatch.setattr(tight._switcher, "_h2d", stream)
+    with pytest.raises(SwitchFailedError, match="the link is down") as caught:
+        tight.switch(MLA)
+    assert (caught.value.model, caught.value.active, tight.active) == (MLA, QWEN3, QWEN3)
+    driver.drain(QWEN3)
+    out = driver.outputs[rid]
+    assert_greedy(references[QWEN3], out.prompt, out.ids)
+    switch(tight, MLA)
+    monkeypatch.undo()
+    stream.close()
+
+
+def test_when_the_way_back_fails_too_nothing_is_served(tight, monkeypatch):
+    from talaria_gpu.staging.streams import HostStream
+
+    class Dead(HostStream):
+        def move(self, target, source) -> None:
+            raise OSError("the link is down")
+
+    switch(tight, QWEN3) if tight.active != QWEN3 else None
+    stream = Dead("dead")
+    monkeypatch.setattr(tight._switcher, "_h2d", stream)
+    with pytest.raises(EngineError, match="so did the way back") as caught:
+        tight.switch(MLA)
+    assert not isinstance(caught.value, SwitchFailedError)
+    assert tight.active is None
+    monkeypatch.undo()
+    stream.close()
+    switch(tight, QWEN3)
+
+
+def test_the_canary_sees_wrong_weights(tight):
+    switch(tight, QWEN3) if tight.active != QWEN3 else None
+    image = image_of(tight, MLA)
+    good = image.clone()
+    image.view(torch.float32).mul_(-1.0)
+    with pytest.raises(EngineError, match="canary failed"):
+        tight.switch(MLA)
+    assert tight.active is None
+    image.copy_(good)
+    switch(tight, MLA)
+
+
+def test_close_and_open_at_run_time(tight, driver_for, references, new_prompt):
+    driver = driver_for(tight)
+    switch(tight, MLA) if tight.active != MLA else None
+    rid = driver.submit(MLA, new_prompt(50), 5)
+    with pytest.raises(BadRequestError, match="unfinished"):
+        tight.close_model(MLA)
+    driver.drain(MLA)
+    before = tight._switcher.store.host_bytes
+    tight.close_model(MLA)
+    assert tight.active is None
+    assert list(tight.models()) == [QWEN3]
+    assert tight._switcher.store.host_bytes < before
+    with pytest.raises(ModelNotFoundError):
+        driver.submit(MLA, new_prompt(5), 5)
+    del driver.outputs[rid]
+    switch(tight, QWEN3)
+    rid = driver.submit(QWEN3, new_prompt(90), 30)
+    for _ in range(4):
+        driver.step()
+    while not tight.open_model(MLA):
+        driver.step()
+    assert tight.active == QWEN3
+    driver.drain(QWEN3)
+    out = driver.outputs[rid]
+    assert_greedy(references[QWEN3], out.prompt, out.ids)
+    switch(tight, MLA)
+    out = driver.run(MLA, new_prompt(70), 10)
+    assert_greedy(references[MLA], out.prompt, out.ids)
+    with pytest.raises(ModelNotFoundError):
+        tight.open_model("nobody")
+
+
+@pytest.fixture
+def cut_short(paths, tmp_path):
+    """The name of a model whose weights file lacks its end."""
+    copy = tmp_path / "cut"
+    shutil.copytree(paths[MLA], copy)
+    weights = next(copy.glob("*.safetensors"))
+    with weights.open("r+b") as f:
+        f.truncate(weights.stat().st_size - 1000)
+    paths["cut"] = copy
+    yield "cut"
+    del paths["cut"]
+
+
+def opened(engine, model: str) -> None:
+    while not engine.open_model(model):
+        pass
+
+
+def test_a_model_file_cut_short_fails_its_model_only(make_engine, cut_short, driver_for, references, new_prompt):
+    said: list[str] = []
+    engine = make_engine(MLA, cut_short, progress=said.append)
+    assert list(engine.models()) == [MLA]
+    assert "cut cannot be opened" in said[0]
+    with pytest.raises(EngineError, match="it is cut short"):
+        opened(engine, cut_short)
+    out = driver_for(engine).run(MLA, new_prompt(30), 6)
+    assert_greedy(references[MLA], out.prompt, out.ids)
+    with pytest.raises(EngineError, match="it is cut short"):
+        make_engine(cut_short)
+
+
+class Soak:
+    """Random calls, staging and switches among three families; host images do not all fit."""
+
+    def __init__(self, engine, driver, new_prompt, seed: int) -> None:
+        self.engine, self.driver, self.fresh, self.random = engine, driver, new_prompt, Random(seed)
+        self.models = list(engine.models())
+        self.paths = dict.fromkeys(("h2d", "partial", "d2d"), 0)
+        self.dirty = 0
+        self.rss: list[int] = []
+        self.live: list[str] = []
+
+    def slot(self) -> None:
+        engine, driver, random = self.engine, self.driver, self.random
+        target = random.choice([m for m in self.models if m != engine.active])
+        if random.random() < 0.7:
+            model = random.choice(self.models)
+            self.live.append(driver.submit(model, self.fresh(random.randint(5, 60)), random.randint(1, 8)))
+        if engine.active is not None:
+            if random.random() < 0.8:
+                guess = target if random.random() < 0.8 else random.choice(self.models)
+                engine.stage(guess)
+            for _ in range(random.randint(0, 4)):
+                driver.step()
+            if engine._switcher.stager is not None and random.random() < 0.5:
+                engine._switcher.stager.join()
+        timing = switch(engine, target)
+        self.paths[timing.path] += 1
+        self.dirty += timing.dirty_bytes
+        self.rss.append(psutil.Process().memory_info().rss)
+
+    def finish(self, references) -> None:
+        for model in self.models:
+            self.engine.active == model or switch(self.engine, model)
+            self.driver.drain(model)
+        for rid in self.live:
+            out = self.driver.outputs.pop(rid)
+            assert_greedy(references[out.model], out.prompt, out.ids)
+        self.live.clear()
+        self.engine.check_idle()
+
+
+@pytest.fixture(scope="module")
+def three(make_engine, options):
+    """SmolLM2 (MHA by name, grouped queries), Qwen3 and MLA; the two largest images fit the host, and not the third."""
+    return make_engine(
+        SMOLLM2, QWEN3, MLA, kv_tokens=2048, memory=options(host_weights_bytes=800 * MIB, chunk_bytes=MIB)
+    )
+
+
+def soak(life: Soak, references, switches: int) -> None:
+    for model in life.models:  # loaded now, for the memory that they take is not to be counted
+        assert references[model] is not None
+        switch(life.engine, model)
+    done = 0
+    while done < switches:
+        for _ in range(min(25, switches - done)):
+            life.slot()
+            done += 1
+        life.finish(references)
+    first = sorted(life.rss[: len(life.rss) // 3])
+    last = sorted(life.rss[-(len(life.rss) // 3) :])
+    # Images come and go: compare the middle of the first third with that of the last.
+    assert last[len(last) // 2] - first[len(first) // 2] < 120 * MIB
+    assert life.engine._switcher.store.host_bytes <= 800 * MIB
+
+
+def test_random_switches_among_three_families(three, driver_for, references, new_prompt):
+    life = Soak(three, driver_for(three), new_prompt, 1)
+    soak(life, references, 50)
+    assert min(life.paths["h2d"], life.paths["partial"] + life.paths["d2d"]) > 5
+    assert three._switcher.store.stats.evictions > 0
+    assert three._switcher.store.stats.loads > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_thousand_switches_among_three_families(three, driver_for, references, new_prompt):
+    soak(Soak(three, driver_for(three), new_prompt, 2), references, 1000)
