@@ -17,13 +17,17 @@ Room = Callable[[float], float]
 """ms of prefill -> what would then be left beyond all protected decode; < 0: too much."""
 
 
-def for_p(slot: Slot, ranked: Sequence[Call], batch: Batch, room: Room) -> list[str]:
-    """Ordinary work that waited when the slot opened, the most urgent first; the call that the slot owes always."""
+def for_p(slot: Slot, queue: ModelQueue, ranked: Sequence[Call], batch: Batch, room: Room) -> list[str]:
+    """Ordinary work that waited when the slot opened, the most urgent first.
+
+    Always the call that the slot owes, and all that ran before and lost their KV: protected decode is theirs.
+    """
     calls = [call for call in ranked if call.rid not in slot.late]
-    for call in calls:
-        if call.rid == slot.owed:
+    must = [call for call in calls if call.rid == slot.owed or queue.was_retracted(call.rid)]
+    for call in must:
+        if batch.has_room(call):
             batch.add(call)
-    return fill(batch, [call for call in calls if call.rid != slot.owed], room)
+    return fill(batch, [call for call in calls if call not in must], room)
 
 
 def for_sp(slot: Slot, queue: ModelQueue, prefixes: Mapping[str, PrefixState]) -> list[Call]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from talaria_gpu.engine.contract import PrefixState
 from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.sched.demand import Batch
 from talaria_gpu.sched.estimates import Estimates, Ewma
+from talaria_gpu.sched.messages import Call
 from talaria_gpu.sched.plan import Demand, Limits, RoundPlan, SlotPlan, plan_round
 from talaria_gpu.sched.queue import ModelQueue
 
@@ -73,15 +74,18 @@ class RoundBook:
         self.plan = plan_round([self._demand(model, prefixes, out) for model in models], limits)
 
     def _demand(self, model: str, prefixes: Mapping[str, PrefixState], out: Mapping[str, int]) -> Demand:
-        batch = Batch(model, self._estimates, prefixes, out)
-        first_ms = 0.0
-        for call in self._queues[model].waiting.values():
-            batch.add(call)
-            first_ms = first_ms or batch.cost_ms()
         return Demand(
             model,
             self._estimates.decode_ms(model),
             self._estimates.to_switch_ms(model),
-            first_ms,
-            batch.cost_ms() + self.sp_ms(model),
+            self._cost_ms(model, self._queues[model].musts(), prefixes, out),
+            self._cost_ms(model, self._queues[model].waiting.values(), prefixes, out) + self.sp_ms(model),
         )
+
+    def _cost_ms(
+        self, model: str, calls: Iterable[Call], prefixes: Mapping[str, PrefixState], out: Mapping[str, int]
+    ) -> float:
+        batch = Batch(model, self._estimates, prefixes, out)
+        for call in calls:
+            batch.add(call)
+        return batch.cost_ms()

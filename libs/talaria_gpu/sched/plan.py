@@ -38,7 +38,7 @@ class Demand(NamedTuple):
     switch_ms: float
     """The switch that opens its slot."""
     first_ms: float = 0.0
-    """Prefill and restore of the call that its slot owes a first token."""
+    """Prefill and restore of what its slot must: the call that it owes a token, or all that ran and lost their KV."""
     prefill_ms: float = 0.0
     """Prefill and restore of all that waits, and of the returns that it can expect."""
 

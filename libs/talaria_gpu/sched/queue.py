@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -84,6 +85,12 @@ class ModelQueue:
             return (-rank, 0.0 if rank == math.inf else deadline, place[call.rid])
 
         return sorted(self.waiting.values(), key=key)
+
+    def musts(self) -> list[Call]:
+        """What its next slot has to prefill: the retracted calls, or else the first one that waits."""
+        return [self.waiting[rid] for rid in self.waiting if rid in self._retracted] or list(
+            itertools.islice(self.waiting.values(), 1)
+        )
 
     def was_retracted(self, rid: str) -> bool:
         """Whether a waiting call ran before."""

@@ -5,8 +5,9 @@ as a second one has work, time is shared out in rounds (`plan`): each model with
 
     P → D1 → (SP → D)* → Dfin.
 
-- **P** prefills what waited when the slot opened, the most urgent first, as far as protected decode leaves room. The
-  first in line is always let in: a slot owes it a token, so every call is answered at last.
+- **P** prefills what waited when the slot opened, the most urgent first, as far as protected decode leaves room. Calls
+  that ran before and lost their KV always come back in, for protected decode is theirs; without such, the first in line
+  does: a slot owes it a token, so every call is answered at last.
 - **SP**, at decode boundaries only, lets in calls that return while the slot is open (`admission`).
 - **Dfin** begins when nothing more fits beside protected decode, and admits nothing. The slot ends when d_m iterations
   have run, all told, or nothing runs any more. Where a switch keeps no KV, it also waits until decode has run for as
@@ -128,6 +129,14 @@ class SlotScheduler:
     def model_of(self, rid: str) -> str | None:
         """The model of an unfinished call; None: it is finished or was never here."""
         return self._model_of.get(rid)
+
+    def calls_of(self, model: str) -> list[str]:
+        """The model's unfinished calls."""
+        return [rid for rid, its in self._model_of.items() if its == model]
+
+    def opened(self, model: str, capacity: Capacity) -> None:
+        """A model's device sizes, now that it is open."""
+        self._capacity[model] = capacity
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of an unfinished call, seconds."""
@@ -433,8 +442,9 @@ class SlotScheduler:
         reserve_ms = 0.0
         if self._config.ablation.sp:
             reserve_ms = min(self._book.sp_ms(slot.model), max(0.0, self._room(now, slot, 0.0)) / 2)
-        ranked = self._queues[slot.model].ranked(now, self._config.patience_ms)
-        return admission.for_p(slot, ranked, self._batch(slot), lambda ms: self._room(now, slot, ms) - reserve_ms)
+        queue, batch = self._queues[slot.model], self._batch(slot)
+        ranked = queue.ranked(now, self._config.patience_ms)
+        return admission.for_p(slot, queue, ranked, batch, lambda ms: self._room(now, slot, ms) - reserve_ms)
 
     def _eligible(self, now: float, slot: Slot) -> list[str]:
         """The batch for an SP now."""
@@ -539,10 +549,11 @@ class SlotScheduler:
 
     def _first_tokens(self, model: str, wait_ms: float) -> list[tuple[Call, float]]:
         """The model's waiting calls with the predicted ms until their first token, one after the other."""
-        batch = Batch(model, self.estimates, self._prefixes, self._out)
+        per_token = self.estimates.prefill_ms_per_token.get(model, 0.0)
         out: list[tuple[Call, float]] = []
         for call in self._queues[model].waiting.values():
             if call.rid not in self._out:
-                batch.add(call)
-                out.append((call, wait_ms + batch.cost_ms()))
+                cached = self._prefixes.get(call.rid, _NO_PREFIX)
+                wait_ms += per_token * max(1, call.tokens - cached.device - cached.host)
+                out.append((call, wait_ms))
         return out

@@ -362,14 +362,14 @@ class Toy:
         assert slot
         if phase is Phase.P:
             pool = {r for r in self.wait[slot.model] if r in slot.waited or r in self.started}
-            assert batch in self._maximal(pool, owed=True), f"P: {batch} of {pool}"
+            assert batch in self._allowed_in_p(pool), f"P: {batch} of {pool}"
             slot.left_p |= pool - batch
         elif phase is Phase.SP:
             assert slot.since_prefill or not self.run[slot.model], "SP only at a decode boundary"
-            assert batch in self._maximal(self._eligible(), owed=False) - {frozenset()}
+            assert batch in self._maximal(self._eligible()) - {frozenset()}
             self.sps.append(batch)
         elif phase in {Phase.D1, Phase.D} and (slot.since_prefill or not self.run[slot.model]):
-            assert self._maximal(self._eligible(), owed=False) == {frozenset()}, "an SP was passed by"
+            assert self._maximal(self._eligible()) == {frozenset()}, "an SP was passed by"
 
     def _eligible(self) -> set[str]:
         slot = self.slot
@@ -383,14 +383,15 @@ class Toy:
             or (self.by_rid[rid].back and self._cached(rid) > 0 and (rid not in slot.waited or rid in slot.left_p))
         }
 
-    def _maximal(self, pool: set[str], *, owed: bool) -> set[frozenset[str]]:
-        """All batches of `pool` that fit and to which nothing of at least their rank could be added.
+    def _maximal(self, pool: set[str]) -> set[frozenset[str]]:
+        """All batches of `pool` that fit and to which nothing could be added."""
+        fitting = {s for s in _subsets(pool) if not s or self._fits(s)}
+        return {s for s in fitting if not any(s < t for t in fitting)}
 
-        `owed`: the slot owes somebody a token, and a batch of one fits whatever it costs.
-        """
-        subsets = [frozenset(c) for n in range(len(pool) + 1) for c in itertools.combinations(sorted(pool), n)]
-        fitting = {s for s in subsets if not s or self._fits(s) or (owed and len(s) == 1)}
-        return {s for s in fitting if not any(s < t for t in fitting)} if not owed else fitting
+    def _allowed_in_p(self, pool: set[str]) -> set[frozenset[str]]:
+        """All that ran before come back whatever it costs, or else one that is owed a token; more only as it fits."""
+        must = frozenset(pool & self.started)
+        return {s for s in _subsets(pool) if s == must or (must <= s and (self._fits(s) or len(s) == 1))}
 
     def _fits(self, batch: frozenset[str]) -> bool:
         slot, core = self.slot, self.core
@@ -409,3 +410,7 @@ class Toy:
     def _todo(self, rid: str) -> int:
         job = self.by_rid[rid]
         return job.prompt + job.tokens - self.left[rid] - self._cached(rid)
+
+
+def _subsets(pool: set[str]) -> list[frozenset[str]]:
+    return [frozenset(c) for n in range(len(pool) + 1) for c in itertools.combinations(sorted(pool), n)]
