@@ -1,0 +1,77 @@
+"""The report: experiments are data, and what is not simulated is said, not made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from talaria_cli.report import ReportOptions, run_report
+from talaria_replay import trace, workload
+from talaria_replay.generate import generate
+from talaria_replay.report import spec
+from talaria_replay.report.markdown import page
+from talaria_replay.report.run import Runner
+from talaria_replay.sim.scenario import ABLATIONS, BUILT
+from talaria_replay.trace import read, write
+
+MODELS = ["a", "b", "c"]
+
+
+def test_the_workload_is_the_paper_s_in_numbers(tmp_path: Path) -> None:
+    calls = workload.generated(MODELS, seed=0, max_context_tokens=190_000)
+    assert len(calls) == 960
+    sessions = trace.sessions(calls)
+    assert len(sessions) == 30
+    per_issue: dict[str, set[int]] = {}
+    for name, session in sessions.items():
+        per_issue.setdefault(name.split("@")[0], set()).add(len(session))
+    assert len(per_issue) == 10
+    assert all(len(depths) == 1 for depths in per_issue.values())  # the same issue on each model
+    write(tmp_path / "t.jsonl", calls)
+    assert read(tmp_path / "t.jsonl") == calls
+    assert len(workload.first_calls(calls, 4)) == 120
+
+
+def test_a_trace_s_astropy_sessions_come_first() -> None:
+    calls = list(generate("mini-swe-agent", sessions=6, models=["x"], seed=1, max_calls=3))
+    marked = [replace(c, session=f"astropy-{c.session}") if c.session.endswith(("1", "3")) else c for c in calls]
+    made = workload.from_trace(marked, MODELS)
+    assert {c.session.split("@")[0] for c in made} == {c.session for c in marked if c.session.startswith("astropy")}
+    assert {c.model for c in made} == set(MODELS)
+
+
+def test_the_quick_parts_of_the_report(tmp_path: Path) -> None:
+    code = run_report(ReportOptions("paper", tmp_path, None, ["figure-2", "table-2", "figure-9"], 1, 0))
+    assert code == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "| paper, measured |" in text
+    assert "generated: the paper's shape, 1 issues" in text
+    assert "gaps are synthetic" in text
+    for png in ("figure-2.png", "figure-9.png"):
+        assert (tmp_path / png).read_bytes().startswith(b"\x89PNG")
+        assert png in text
+
+
+def test_what_is_not_built_has_no_number() -> None:
+    paper = spec.load("paper")
+    (ablations,) = spec.select(paper, ["figures-6-7-11-14"])
+    outcome = Runner(paper, issues=1).run(ablations)
+    for row in outcome.rows:
+        built = ABLATIONS[row.what.split(",")[0]] <= BUILT
+        assert (row.predicted is not None) == built
+        if not built:
+            assert "not built yet" in row.note
+            assert row.published is not None
+    text = page([outcome], {}, paper.pending, "x")
+    for mechanism in {"sp", "hkvr", "staging"} - BUILT:
+        assert f"- {mechanism}: " in text
+
+
+def test_mistakes_in_experiment_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "e.toml").write_text('[[experiments]]\nid = "x"\n')
+    assert run_report(ReportOptions(str(tmp_path / "e.toml"), tmp_path, None, [], 1, 0)) == 2
+    assert "e.toml: " in capsys.readouterr().err
+    assert run_report(ReportOptions("paper", tmp_path, None, ["figure-99"], 1, 0)) == 2
+    assert "no experiment 'figure-99'" in capsys.readouterr().err
