@@ -287,6 +287,7 @@ class HostKv:
         self.forget(parked)
         if transfer.error is not None:
             raise transfer.error
+        self.registry.counts.corrupt += not intact[0]
         return intact[0]
 
     def forget(self, parked: Parked) -> None:

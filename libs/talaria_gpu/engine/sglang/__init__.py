@@ -4,10 +4,12 @@ Nothing of SGLang is touched outside this folder. Importing it is cheap; `build`
 
     environment  what the process needs before SGLang is imported; standins/ what a CPU lacks
     runtime      SGLang's server arguments, and a runtime context per model
+    cpu_attention  prefill behind a cached prefix, on a CPU
     layout       weights and KV of every model as views of the one buffer
     scheduler    SGLang's Scheduler, stepped by hand
     sampling     seeds that do not depend on the batch
     accounting   prompt tokens per call: cached, computed, computed again
+    hosted       where a model's KV lives; with tree, identity, saving, restore and suspend it keeps KV on the host
     checks       what this adapter assumes of SGLang, and the leak checks
     engine       `SglangEngine`, the contract of `engine.contract`
 """

@@ -85,7 +85,7 @@ class SglangEngine:
         self._has_canary = memory.canary_every > 0
         self._progress = progress
         self._specs = dict(models)
-        self._host_kv = None if host_kv is None else _host_kv(host_kv, self._device)
+        self._host_kv = None if host_kv is None else _host_kv(host_kv, self._device, self._recompute_cost)
         self._suspended = 0
         self._options: dict[str, Any] = {
             "host_kv": self._host_kv,
@@ -422,6 +422,11 @@ class SglangEngine:
         self._active = None
         self._buffer.untyped_storage().resize_(0)  # at once, whoever still holds a view
 
+    def _recompute_cost(self, name: str) -> float:
+        """Of one token, relative to other models: a pass costs in proportion to the weights. Closed: nothing."""
+        opened = self._models.get(name)
+        return 0.0 if opened is None else float(opened.info.weight_bytes)
+
     def _model(self, name: str) -> OpenModel:
         try:
             return self._models[name]
@@ -442,11 +447,12 @@ def _damage(spec: ModelSpec) -> str:
     return ""
 
 
-def _host_kv(options: HostKvOptions, device: torch.device) -> HostKv:
+def _host_kv(options: HostKvOptions, device: torch.device, cost: Callable[[str], float]) -> HostKv:
     return HostKv(
         options.capacity_bytes,
         device,
         verify=options.verify,
         d2h_gbps=options.d2h_gbps,
         h2d_gbps=options.h2d_gbps,
+        cost_ms_per_token=cost,
     )

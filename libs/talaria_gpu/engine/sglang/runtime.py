@@ -15,6 +15,7 @@ from sglang.srt.models.deepseek_common import attention_backend_handler as mla
 from sglang.srt.runtime_context import SpawnRanks, create_context, get_parallel
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from talaria_gpu.engine.sglang import cpu_attention
 from talaria_gpu.engine.sglang.spec import ModelSpec
 
 CPU_ATTENTION = "torch_native"
@@ -95,6 +96,7 @@ def building(device: str) -> Iterator[None]:
     """
     rotary_factory._ROPE_DICT.clear()
     if device == "cpu":
+        cpu_attention.install()
         # The default rule picks, for a prefill without a prefix, a form of MLA that this backend cannot run.
         mla.AttentionBackendRegistry.register(CPU_ATTENTION, lambda _attention, _batch: mla.AttnForwardMethod.MLA)
     if not _groups:
