@@ -198,6 +198,9 @@ class RouterSettings(_Section):
     id: Name = Field("router-0", description="its name on the bus")
     policy: str = Field("talaria", description="placement policy by name")
     tau_s: float = Field(1.0, ge=0, description="reservation timeout")
+    tau_learn_max_s: float = Field(
+        0.0, ge=0, le=50, description="learn tau per tenant and model from their gaps, up to this; 0: tau_s for all"
+    )
     t_ttft_s: float = Field(10.0, gt=0, description="T_TTFT: target for the first token, in seconds")
     gamma: float = Field(0.9, gt=0, lt=1, description="share of T_TTFT that a predicted round may fill (Eq. 5)")
     t_tpot_ms: float = Field(100.0, gt=0, description="T_TPOT: target per output token")

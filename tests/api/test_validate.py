@@ -291,3 +291,24 @@ def agree(schema: Any, parse: Any, content: dict[str, Any]) -> None:
     except BadRequestError:
         fast = False
     assert fast == by_schema, body
+
+
+class TestSharedPrefix:
+    """The fingerprint of the leading system messages, for the router (RouteRequest.prefix_id)."""
+
+    def prefix(self, *messages: tuple[str, str]) -> tuple[str, int]:
+        body = {"model": "m", "messages": [{"role": role, "content": text} for role, text in messages]}
+        request = parse_chat(json.dumps(body).encode())
+        return request.prefix_id, request.prefix_bytes
+
+    def test_equal_for_equal_beginnings_only(self):
+        system = ("system", "You are a careful engineer. " * 20)
+        one, other = self.prefix(system, ("user", "a")), self.prefix(system, ("user", "b"))
+        assert one == other
+        assert one[1] == len(system[1]) + 2
+        assert self.prefix(("system", system[1] + "!"), ("user", "a"))[0] != one[0]
+        assert self.prefix(system, ("developer", "x"), ("user", "a"))[0] != one[0]
+
+    def test_none_without_one_worth_telling(self):
+        assert self.prefix(("user", "long " * 200)) == ("", 0)
+        assert self.prefix(("system", "short"), ("user", "a")) == ("", 0)

@@ -40,6 +40,10 @@ class RouteRequest(Wire, frozen=True, kw_only=True):
     """Instances that failed this call already."""
     deadline_ms: int
     """Absolute, UTC ms."""
+    prefix_id: str = ""
+    """Fingerprint of how the prompt begins, where sessions share that (a system prompt); "": nothing worth telling."""
+    prefix_bytes: int = 0
+    """Bytes of that beginning."""
     may_wait: bool = False
     """The api understands `RouteReply.queued`: asks that wait get it as a sign of life."""
 

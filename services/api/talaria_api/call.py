@@ -146,6 +146,8 @@ class Call:
             stream=f.stream,
             exclude=self._exclude,
             deadline_ms=to_ms(f.deadline),
+            prefix_id=f.prefix_id,
+            prefix_bytes=f.prefix_bytes,
             may_wait=True,
         )
         timeout_s = min(self.limits.route_timeout_s, max(0.001, f.deadline - now))

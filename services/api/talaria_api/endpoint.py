@@ -176,6 +176,8 @@ class CallEndpoint:
             deadline=deadline,
             parent_session=session.parent_key(tenant),
             session_final=session.final,
+            prefix_id=request.prefix_id,
+            prefix_bytes=request.prefix_bytes,
         )
 
     # --- the call

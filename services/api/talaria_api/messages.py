@@ -48,6 +48,8 @@ class Facts:
     deadline: float
     parent_session: str | None = None
     session_final: bool = False
+    prefix_id: str = ""
+    prefix_bytes: int = 0
 
 
 # --- events

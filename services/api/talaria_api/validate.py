@@ -6,6 +6,7 @@ exactly what is wrong (`explain`); what those would accept but the fast path doe
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -117,8 +118,13 @@ class Request(NamedTuple):
     prompt_bytes: int
     """UTF-8 bytes of prompt text, JSON escapes included: from these the router learns bytes per token."""
     hints: BodyHints
+    prefix_id: str = ""
+    """Fingerprint of the leading system messages: sessions that share it may share their KV. "": none, or too short."""
+    prefix_bytes: int = 0
 
 
+SHARED_BYTES = 256
+"""A shorter common prefix is not worth a thought."""
 _chat = msgspec.json.Decoder(_Chat)
 _completion = msgspec.json.Decoder(_Completion)
 _content = msgspec.json.Decoder(str | list[_Part])
@@ -151,6 +157,7 @@ def parse_chat(body: bytes) -> Request:
         bool(chat.return_token_ids),
         prompt_bytes,
         BodyHints(chat.metadata, chat.prompt_cache_key, partial(_opening, chat.messages)),
+        *_prefix(chat.messages),
     )
 
 
@@ -218,6 +225,19 @@ def _content_bytes(message: _Message) -> int:
     if message.role == "assistant" and bytes(raw) == b"null":
         return 0
     raise _RefusedError("content is neither a string nor a list of parts")
+
+
+def _prefix(messages: list[_Message]) -> tuple[str, int]:
+    """(fingerprint, bytes) of the leading system messages, from their raw content: nothing is decoded for it."""
+    h = hashlib.blake2b(digest_size=8)
+    size = 0
+    for message in messages:
+        if message.role not in {"system", "developer"}:
+            break
+        raw = memoryview(message.content)
+        h.update(raw)
+        size += len(raw)
+    return (h.hexdigest(), size) if size >= SHARED_BYTES else ("", 0)
 
 
 def _opening(messages: list[_Message]) -> tuple[str, ...]:

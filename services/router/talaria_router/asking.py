@@ -25,6 +25,7 @@ from talaria_router.ranking import Ranking
 from talaria_router.sessions import Entry
 from talaria_router.state import RouterState, Turn
 
+_NOBODY: frozenset[str] = frozenset()
 TELL_AT = 0.8
 """A call that waits for room is told so after this part of the time after which its api would ask again."""
 ASKS_MISSED = 3
@@ -88,6 +89,9 @@ def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
     entry = state.entry(case.key, case.partition)
     lease = "none"
     if entry is not None:
+        if entry.away_since > 0:
+            state.gaps.returned((entry.tenant, entry.model), now - entry.away_since)
+            entry.away_since = 0.0
         state.sessions.touch(case.key, entry, now)
         if entry.lease_until > 0 and state.probing.get(case.key, request.rid) == request.rid:
             lease = _try_lease(turn, case, entry, probed)
@@ -265,6 +269,10 @@ def _try_lease(turn: Turn, case: Case, entry: Entry, probed: bool | None) -> str
 
 def _rank(state: RouterState, now: float, request: RouteRequest, entry: Entry | None) -> Ranking:
     arrivals = state.arrivals.get(request.model)
+    shared_tokens, sharers = 0, _NOBODY
+    if request.prefix_id:
+        sharers = state.shared.holders((request.tenant, request.model, request.prefix_id), state.cluster)
+        shared_tokens = state.profiles.prompt_tokens(request.model, request.prefix_bytes) if sharers else 0
     call = Call(
         rid=request.rid,
         model=request.model,
@@ -273,6 +281,8 @@ def _rank(state: RouterState, now: float, request: RouteRequest, entry: Entry | 
         entry=entry,
         exclude=request.exclude,
         turn=arrivals.turn - 1 if arrivals else 0,
+        shared_tokens=shared_tokens,
+        sharers=sharers,
     )
     return state.ranker.rank(call, now, state.demand(request.model, now))
 
@@ -332,7 +342,9 @@ def _place(turn: Turn, case: Case, place: _Place) -> Placement:
         continuation=entry is not None and entry.iid == place.iid,
     )
     forget_at = max(deadline, accept_by) + state.config.skew_s
-    state.calls.place(request.rid, Placed(request.attempt, request.tenant, placement, accept_by, forget_at))
+    state.calls.place(
+        request.rid, Placed(request.attempt, request.tenant, placement, accept_by, forget_at, request.prefix_id)
+    )
     state.counts.routed[place.via] += 1
     residence = state.cluster.residence(place.iid, request.model)
     if residence != "active":

@@ -21,6 +21,7 @@ class Placed:
     placement: Placement
     accept_by: float
     forget_at: float
+    prefix_id: str = ""
 
 
 @dataclass(slots=True)

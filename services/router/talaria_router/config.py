@@ -36,6 +36,7 @@ class RouterConfig:
     catalog: frozenset[str] = frozenset()
     policy: str = "talaria"
     tau_s: float = 1.0
+    tau_learn_max_s: float = 0.0
     t_ttft_ms: float = 10_000.0
     gamma: float = 0.9
     overload: Literal["reject", "queue", "spill"] = "reject"
@@ -70,6 +71,7 @@ class RouterConfig:
             catalog=frozenset(settings.models),
             policy=r.policy,
             tau_s=r.tau_s,
+            tau_learn_max_s=r.tau_learn_max_s,
             t_ttft_ms=r.t_ttft_s * 1000,
             gamma=r.gamma,
             overload=r.overload,

@@ -26,6 +26,8 @@ def completed(turn: Turn, c: Completion) -> None:
         state.overlay.leave(placed.placement.iid, placed.placement.seq)
     if c.ok:
         state.profiles.completed(c)
+        if placed is not None and placed.prefix_id:
+            state.shared.computed((c.tenant, c.model, placed.prefix_id), c.iid, c.epoch, c.kv_epoch)
         if placed is not None and placed.placement.via == "lease" and c.cached_tokens == 0:
             state.leases.missed()
     key, partition = asking.key_of(c.tenant, c.session, c.model)
@@ -79,7 +81,8 @@ def restored(turn: Turn, message: Restored) -> None:
         if key == message.key and owned is not None and not idle and state.entry(key, partition) is None:
             _drop(turn, key, "moved")
             entry = Entry.restored(record)
-            until, entry.lease_until = min(entry.lease_until, now + state.config.tau_s), 0.0
+            most_s = max(state.config.tau_s, state.config.tau_learn_max_s)
+            until, entry.lease_until = min(entry.lease_until, now + most_s), 0.0
             entry.owner_rev = owned.rev
             state.sessions.put(key, entry)
             state.counts.restored += 1
@@ -168,12 +171,13 @@ def _session_follows(turn: Turn, c: Completion, key: str, partition: int) -> Non
     entry.iid, entry.iid_epoch = intern(c.iid), intern(c.epoch)
     entry.kv_tokens, entry.kv_epoch, entry.prefix_handle = c.kv_tokens, c.kv_epoch, c.prefix_handle
     entry.calls += 1
-    entry.last_use = now
+    entry.last_use = entry.away_since = now
+    state.gaps.completed((entry.tenant, entry.model))
     state.sessions.put(key, entry)
     turn.out.append(Dirty(key))
     # A completion that was held up (a reconnect) reserves only what is left of τ; clocks may differ by the tolerance.
     late = max(0.0, now - from_ms(c.at_ms) - state.config.skew_s)
-    until = now + state.config.tau_s - late
+    until = now + state.gaps.tau_s((entry.tenant, entry.model)) - late
     if state.policy.leases and until > now:
         state.leases.install(key, entry, until)
         turn.lease_event("installed", entry, rid=c.rid)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -49,6 +49,7 @@ class RouterCollector(Collector):
         yield _gauge("talaria_router_leases_live", "Leases held now", leases)
         yield _gauge("talaria_router_sessions", "Entries of the session table", len(state.sessions))
         yield _gauge("talaria_router_sessions_dirty", "Entries not yet written", shell.dirty)
+        yield _tau(state.gaps.learnt())
         yield _gauge("talaria_router_waiting", "Calls that wait for an answer", len(state.waiting))
         yield _gauge("talaria_router_partitions", "Partitions owned", len(state.owned))
         yield _gauge("talaria_router_following", "1: the cluster view is silent", int(state.cluster.following))
@@ -78,6 +79,14 @@ def _gauges(name: str, text: str, label: str, values: Mapping[str, int]) -> Metr
     family = GaugeMetricFamily(name, text, labels=[label])
     for key, value in sorted(values.items()):
         family.add_metric([key], value)
+    return family
+
+
+def _tau(learnt: Mapping[Hashable, float]) -> Metric:
+    family = GaugeMetricFamily("talaria_router_tau_seconds", "Reservation timeout, learnt", labels=["tenant", "model"])
+    for of, tau_s in learnt.items():
+        assert isinstance(of, tuple)
+        family.add_metric([str(part) for part in of], tau_s)
     return family
 
 

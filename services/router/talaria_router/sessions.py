@@ -34,6 +34,8 @@ class Entry:
     kv_epoch: int = 0
     calls: int = 0
     lease_until: float = 0.0
+    away_since: float = 0.0
+    """When its last call ended, until it comes back; 0: it is here, or that is not known."""
     owner_rev: int = 0
     """Revision of the partition claim under which this was learnt."""
 

@@ -13,6 +13,7 @@ from talaria_router.cluster import Cluster
 from talaria_router.config import RouterConfig
 from talaria_router.events import lease_event
 from talaria_router.fairness import Fairness
+from talaria_router.gaps import Gaps
 from talaria_router.leases import Leases
 from talaria_router.messages import Dirty, Effect, Emit
 from talaria_router.overlay import Overlay
@@ -21,6 +22,7 @@ from talaria_router.profiles import Profiles
 from talaria_router.ranking import Ranker
 from talaria_router.replicas import Replicas
 from talaria_router.sessions import Entry, SessionTable
+from talaria_router.shared import SharedPrefixes
 
 
 class Arrivals:
@@ -99,6 +101,8 @@ class RouterState:
         self.ranker = Ranker(self.cluster, boards, config, self.policy, self.replicas)
         self.calls = Calls()
         self.fairness = Fairness(self.calls, config.tenants, config.tenant)
+        self.gaps = Gaps(config.tau_s, config.tau_learn_max_s)
+        self.shared = SharedPrefixes()
         self.waiting: dict[str, Waiting] = {}
         self.probing: dict[str, str] = {}
         """Session key → rid of the call that waits for the probe of its leased instance: the lease is spoken for."""
