@@ -17,6 +17,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Work with talaria.toml.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+trace_app = typer.Typer(help="Make and check traces of agent sessions (docs/traces.md).", no_args_is_help=True)
+app.add_typer(trace_app, name="trace")
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="Configuration; default: $TALARIA_CONFIG, else ./talaria.toml.")
@@ -268,6 +270,44 @@ def report(  # noqa: PLR0917 - typer makes each argument an option
     from talaria_cli.report import ReportOptions, run_report
 
     raise SystemExit(run_report(ReportOptions(name, out, trace, only or [], issues, seed)))
+
+
+@trace_app.command("convert")
+def trace_convert(  # noqa: PLR0917 - typer makes each argument an option
+    source: Annotated[Path, typer.Argument(help="A log, JSON lines, plain or .gz.")],
+    out: Annotated[Path, typer.Argument(help="The trace to write.")],
+    form: Annotated[str, typer.Option("--format", help="swebench, claude-code or messages.")] = "messages",
+    model: Annotated[str, typer.Option("--model", help="Name all calls' model so.")] = "",
+    gaps: Annotated[str, typer.Option("--gaps", help="none, or synthetic ones where none was recorded.")] = "none",
+    seed: Annotated[int, typer.Option("--seed", help="Of synthetic gaps.")] = 0,
+) -> None:
+    """Convert a public data set or a log of OpenAI messages into a trace."""
+    from talaria_cli.trace import run_convert
+
+    raise SystemExit(run_convert(source, out, form, model, gaps, seed))
+
+
+@trace_app.command("generate")
+def trace_generate(  # noqa: PLR0917 - typer makes each argument an option
+    shape: Annotated[str, typer.Argument(help="paper, mini-swe-agent or claude-code.")],
+    out: Annotated[Path, typer.Argument(help="The trace to write.")],
+    sessions: Annotated[int, typer.Option("--sessions", min=1)] = 30,
+    models: Annotated[str, typer.Option("--models", help="Comma-separated; handed out in turn.")] = "model",
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    max_context: Annotated[int | None, typer.Option("--max-context", min=64, help="Tokens; compacted beyond.")] = None,
+) -> None:
+    """Generate sessions from published and derived quantiles; their gaps are synthetic."""
+    from talaria_cli.trace import run_generate
+
+    raise SystemExit(run_generate(shape, out, sessions, models, seed, max_context))
+
+
+@trace_app.command("check")
+def trace_check(file: Annotated[Path, typer.Argument(help="A trace.")]) -> None:
+    """Name every mistake by line, or say what the trace holds. Exit code 1 if there is a mistake."""
+    from talaria_cli.trace import run_check
+
+    raise SystemExit(run_check(file))
 
 
 @app.command()

@@ -1,0 +1,78 @@
+"""`talaria trace`: make traces from logs or from shapes, and check them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from talaria_replay import trace
+from talaria_replay.convert import FORMATS, with_gaps
+from talaria_replay.generate import SHAPES, gap, generate
+from talaria_replay.measure import percentiles
+
+
+def run_convert(source: Path, out: Path, form: str, model: str, gaps: str, seed: int) -> int:  # noqa: PLR0917 - the command's options
+    """Convert; the trace appears only when it is whole and valid. Returns the exit code."""
+    if form not in FORMATS or gaps not in {"none", "synthetic"}:
+        print(f"talaria trace: --format is one of {', '.join(FORMATS)}; --gaps is none or synthetic", file=sys.stderr)
+        return 2
+    rng = random.Random(seed)  # noqa: S311 - repeatable on purpose
+    convert = FORMATS[form]
+    calls: Iterator[trace.Call] = (
+        convert(source, model=model or None) if form != "messages" else convert(source, model=model or "unknown")
+    )
+    if gaps == "synthetic":
+        calls = with_gaps(calls, lambda: round(gap(rng), 4))
+    return _save(out, calls, str(source))
+
+
+def run_generate(shape: str, out: Path, sessions: int, models: str, seed: int, limit: int | None) -> int:  # noqa: PLR0917 - the command's options
+    """Generate. Returns the exit code."""
+    if shape not in SHAPES:
+        print(f"talaria trace: no shape {shape!r}: there are {', '.join(SHAPES)}", file=sys.stderr)
+        return 2
+    names = [m for m in models.split(",") if m]
+    made = generate(shape, sessions=sessions, models=names, seed=seed, max_context_tokens=limit)
+    return _save(out, made, shape)
+
+
+def run_check(file: Path) -> int:
+    """Name every problem with its line, or say what the trace holds. Returns the exit code."""
+    try:
+        calls = trace.read(file)
+    except (trace.TraceError, OSError) as e:
+        for line in str(e).splitlines():
+            print(f"{file}: {line}", file=sys.stderr)
+        return 1
+    sessions = trace.sessions(calls)
+    print(
+        f"{file}: {len(calls)} calls of {len(sessions)} sessions, models {', '.join(sorted({c.model for c in calls}))}"
+    )
+    gaps = [c.gap_s for c in calls if c.gap_s is not None]
+    for name, values in (
+        ("calls per session", [float(len(s)) for s in sessions.values()]),
+        ("prompt tokens", [float(c.prompt_tokens) for c in calls]),
+        ("completion tokens", [float(c.completion_tokens) for c in calls]),
+        (f"gap, s ({', '.join(sorted({c.gap_source for c in calls if c.call})) or 'none'})", gaps),
+    ):
+        p = percentiles(values)
+        if p["n"]:
+            print(f"  {name}: p50 {p['p50']:g}, p95 {p['p95']:g}, max {p['max']:g}")
+    return 0
+
+
+def _save(out: Path, calls: Iterator[trace.Call], source: str) -> int:
+    part = out.with_name(f".{out.name}.part{'.gz' if out.suffix == '.gz' else ''}")
+    try:
+        trace.write(part, calls)
+        trace.read(part)
+        part.replace(out)
+    except (trace.TraceError, OSError) as e:
+        for line in str(e).splitlines():
+            print(f"{source}: {line}", file=sys.stderr)
+        return 1
+    finally:
+        part.unlink(missing_ok=True)
+    return run_check(out)
