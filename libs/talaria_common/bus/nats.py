@@ -56,16 +56,23 @@ class _Sub:
         self._inner = await client.subscribe(
             self.subject,
             queue=self._queue,
-            cb=self._deliver,
+            cb=self._late,
             pending_msgs_limit=MAX_PENDING_MESSAGES,
             pending_bytes_limit=MAX_PENDING_BYTES,
         )
+        client.direct[self._inner._id] = self._deliver  # noqa: SLF001 - the sid has no public name
 
-    async def _deliver(self, msg: Any) -> None:
+    def _deliver(self, message: Message) -> bool:
+        """In the read loop: handlers return at once, so a queue and a task between would only cost time."""
         try:
-            self._handler(Message(msg.subject, msg.data, msg.headers or {}, msg.reply or None))
+            self._handler(message)
         except Exception as e:  # noqa: BLE001 - reported, so that one bad message does not end the subscription
             self._bus.faults.report("handler", self.subject, f"{self.subject}: the handler failed: {e!r}", e)
+        return True
+
+    async def _late(self, msg: Any) -> None:
+        """What nats-py itself delivers: nothing, unless it came before `direct` was set."""
+        self._deliver(Message(msg.subject, msg.data, msg.headers or {}, msg.reply or None))
 
     async def stop(self) -> None:
         """Unsubscribe now."""
@@ -165,14 +172,14 @@ class NatsBus:
         """Send and wait for one answer."""
         self._check_room(names.check_subject(subject), data, headers)
         try:
-            msg = await self._client.request(subject, data, timeout=timeout_s, headers=dict(headers or {}) or None)
+            answer: Message = await self._client.ask(subject, data, timeout_s, headers)
         except nats.errors.NoRespondersError as e:
             raise NoRespondersError(f"nobody listens on {subject}") from e
         except TimeoutError as e:
             raise BusTimeoutError(f"{subject}: no answer within {timeout_s} s") from e
         except (nats.errors.Error, OSError) as e:
             raise translate(e, subject) from e
-        return Message(msg.subject, msg.data, msg.headers or {}, None)
+        return answer
 
     async def respond(self, to: Message, data: bytes) -> None:
         """Answer a request; nothing happens if nobody waits."""
@@ -398,6 +405,8 @@ class NatsBus:
 
     async def _publish(self, subject: str, data: bytes, headers: Headers | None) -> None:
         self._check_room(subject, data, headers)
+        if self._client.send(subject, "", data, headers):
+            return
         try:
             await self._client.publish(subject, data, headers=dict(headers) if headers else None)
         except (nats.errors.Error, OSError) as e:

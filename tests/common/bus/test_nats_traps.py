@@ -4,6 +4,7 @@ itself, what the bus makes of it on `NatsBus`."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import nats
@@ -13,9 +14,7 @@ from nats.js.kv import KeyValue
 
 from talaria_common import subjects
 from talaria_common.bus import Bus, KvEntry, Message, NatsBus
-from talaria_common.bus import nats as nats_bus
 from talaria_common.bus._nats_client import READ_BUFFER_BYTES, MendedClient
-from talaria_common.bus.faults import BusFaultError
 from talaria_common.bus.names import overlaps
 from talaria_common.bus.server_conf import ServerConf
 from tests.support.nats_server import NatsServer
@@ -148,30 +147,24 @@ async def test_5_nats_takes_illegal_subjects_silently(raw: Client):
     assert raw.last_error is None
 
 
-async def test_6_a_slow_consumer_is_reported_once_and_not_once_per_message(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(nats_bus, "MAX_PENDING_MESSAGES", 100)
+async def test_6_a_slow_handler_loses_nothing(nats_url: str):
+    """nats-py drops what its own queue has no room for; ours holds up the socket, and then the server buffers."""
     bus = await NatsBus.connect(nats_url)
     faults: list[Exception] = []
     bus.on_error(faults.append)
-    inbox = Inbox()
-    await bus.subscribe("slow", inbox)
-    await bus.subscribe("sync", lambda _: None)
-    pause = bus._subs[0]._inner._wait_for_msgs_task
-    pause.cancel()  # nobody takes messages out any more
+    seen: list[bytes] = []
+
+    def slow(message: Message) -> None:
+        time.sleep(0.0005)
+        seen.append(message.data)
+
+    await bus.subscribe("slow", slow)
     await bus.flush()
-    for _ in range(1000):
-        await bus.publish("slow", b"")
-    await bus.flush()
-    await until(lambda: faults)
-    (fault,) = faults
-    assert isinstance(fault, BusFaultError)
-    assert (fault.fault, fault.count) == ("slow_consumer", 1)
-    bus.faults.close()
-    assert isinstance(faults[-1], BusFaultError)
-    assert 1 + faults[-1].count == 900
-    await bus._subs[0].stop()
+    for i in range(1000):
+        await bus.publish("slow", b"%d" % i)
+    await until(lambda: len(seen) == 1000)
+    assert seen == [b"%d" % i for i in range(1000)]
+    assert not faults
     await bus.close()
 
 
@@ -250,7 +243,14 @@ async def test_a_late_pong_does_not_end_the_read_loop(bus: NatsBus):
 
 
 def test_the_overridden_methods_are_still_there():
-    for method in ("_send_ping", "_process_pong", "_send_command", "_flush_pending"):
+    for method in (
+        "_send_ping",
+        "_process_pong",
+        "_send_command",
+        "_flush_pending",
+        "_init_request_sub",
+        "_process_msg",
+    ):
         assert callable(getattr(Client, method))
         assert callable(getattr(MendedClient, method))
     assert isinstance(KeyValue, type)
