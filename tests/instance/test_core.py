@@ -12,7 +12,7 @@ from talaria_common.errors import (
 )
 from talaria_common.wire import Completion, ControlRequest, SeenPlacements, Snapshot, TokenBatch
 from talaria_gpu.engine.contract import ModelLoad, StepTokens, SwitchTiming
-from talaria_gpu.engine.ipc import Fatal, Progress, Refused, SlotEnded, Switched
+from talaria_gpu.engine.ipc import Close, Closed, Fatal, Open, Opened, Progress, Refused, SlotEnded, Switched
 from talaria_instance import messages as m
 
 
@@ -545,13 +545,52 @@ def test_health_open_and_close(rig, build):
     assert control(rig, "open", model="alpha").ok
     assert control(rig, "open", model="gamma").error.code == "model_not_found"
     assert control(rig, "open").error.param == "model"
-    assert control(rig, "close", model="alpha").error.code == "unsupported_parameter"
     late = round((rig.now - 3) * 1000)
     assert control(rig, "drain", deadline_ms=late).error.code == "deadline_exceeded"
     assert rig.core.status == "ready"
     starting = build.Rig(ready=False)
     assert not control(starting, "health").ok
     assert control(starting, "open", model="alpha").error.code == "unavailable"
+
+
+def states(rig):
+    return {model.name: model.state for model in rig.snapshot.models}
+
+
+def test_a_model_is_closed_and_opened_again(rig, build, key):
+    rig.forward(key.rid)
+    assert control(rig, "close", model="alpha").error.code == "unavailable"
+    rig.give(key, "done", finished="stop")
+    info, epoch = rig.core.engine.infos["alpha"], rig.core.engine.kv_epoch("alpha")
+    effects = rig.tell(m.Control("h", "close", ControlRequest(model="alpha")))
+    assert [e.command for e in effects if isinstance(e, m.Tell)] == [Close(model="alpha")]
+    rig.said(Closed(model="alpha"))
+    assert states(rig)["alpha"] == "cold"
+    assert rig.core.engine.kv_epoch("alpha") > epoch
+    refused = rig.forward(build.rid(5))
+    assert (refused.accepted, refused.retryable) == (False, True)
+    effects = rig.tell(m.Control("h", "open", ControlRequest(model="alpha")))
+    assert [e.command for e in effects if isinstance(e, m.Tell)] == [Open(model="alpha")]
+    rig.tell(m.Tick())
+    assert states(rig)["alpha"] == "loading"
+    rig.said(Opened(info=info))
+    assert states(rig)["alpha"] == "host"
+    assert rig.forward(build.rid(6)).accepted
+
+
+def test_a_model_that_cannot_be_switched_to_is_failed_until_it_is_opened(rig):
+    info = rig.core.engine.infos["alpha"]
+    rig.said(Closed(model="alpha", error="its image is damaged"))
+    assert states(rig) == {"alpha": "failed", "beta": "host"}
+    assert rig.core.status == "ready"
+    rig.said(Opened(info=info))
+    assert states(rig)["alpha"] == "host"
+
+
+def test_a_hot_instance_pins_its_model(build):
+    hot = build.Rig()
+    hot.core.settings = hot.settings.model_copy(update={"pool": "hot"})
+    assert control(hot, "close", model="alpha").error.code == "unsupported_parameter"
 
 
 def test_shutdown_lets_calls_finish_then_ends_them(rig, build):

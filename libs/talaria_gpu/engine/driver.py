@@ -12,14 +12,24 @@ from typing import Literal
 
 from talaria_common.clock import Clock
 from talaria_common.errors import BadRequestError, DeadlineError, EngineError, TalariaError
-from talaria_gpu.engine.contract import Engine, EngineCall, StepResult, StepTokens, SwitchTiming
-from talaria_gpu.engine.ipc import Refused, Report, SlotEnded, Status, Stepped, Switched
+from talaria_gpu.engine.contract import (
+    Engine,
+    EngineCall,
+    ModelInfo,
+    StepResult,
+    StepTokens,
+    SwitchFailedError,
+    SwitchTiming,
+)
+from talaria_gpu.engine.ipc import Closed, Opened, Refused, Report, SlotEnded, Status, Stepped, Switched
 from talaria_gpu.sched import messages as ask
 from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.sched.demand import Capacity
 from talaria_gpu.sched.slots import SlotScheduler
 
 _STUCK_PAUSE_MAX_S = 0.05
+_OPENING_POLL_S = 0.05
+"""How often an idle driver asks whether the files of a model that is being opened have been read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +44,32 @@ class SlotDriver:
     """An engine, its scheduler and a clock."""
 
     def __init__(
-        self, engine: Engine, config: SlotConfig, clock: Clock, *, idle_check_s: float = 0.05, stuck_s: float = 20.0
+        self,
+        engine: Engine,
+        config: SlotConfig,
+        clock: Clock,
+        *,
+        models: Sequence[str] = (),
+        idle_check_s: float = 0.05,
+        stuck_s: float = 20.0,
     ) -> None:
-        """Drive `engine`; the rotation is the order of its models.
+        """Drive `engine`; the rotation is the order of `models`.
 
         Args:
             engine: owned from now on.
             config: slot budgets.
             clock: read around steps and switches.
+            models: all that may ever be open; default: those that are.
             idle_check_s: idle time before the engine checks itself for leaks, once after work.
             stuck_s: an engine that finds nothing to run for this long, though calls wait, is broken.
         """
         self._engine = engine
         self._clock = clock
-        self._models = tuple(engine.models())
-        capacity = {name: Capacity(info.kv_capacity_tokens, info.max_running) for name, info in engine.models().items()}
-        self._scheduler = SlotScheduler(self._models, config, engine.active, clock.now(), capacity)
+        capacity = {name: _capacity(info) for name, info in engine.models().items()}
+        names = tuple(models) or tuple(capacity)
+        self._scheduler = SlotScheduler(names, config, engine.active, clock.now(), capacity)
+        self._opening: dict[str, float] = {}
+        """Models that are being opened, with the time of the command."""
         self._staging = config.ablation.staging
         self._under_way: ask.RunStep | _Switching | None = None
         self._idle_check_s = idle_check_s
@@ -89,10 +109,48 @@ class SlotDriver:
         self._scheduler.handle(self._clock.now(), ask.Left(rid))
         return [self._dropped(rid, model, "abort")]
 
+    # --- models
+
+    def open(self, model: str) -> list[Report]:
+        """Begin to open a configured model; `turn` goes on with it, and reports."""
+        info = self._engine.models().get(model)
+        if info is not None:
+            return [Opened(info=info)]
+        self._opening.setdefault(model, self._clock.now())
+        return []
+
+    def close_model(self, model: str) -> list[Report]:
+        """Close a model without unfinished calls."""
+        info = self._engine.models().get(model)
+        if info is not None and (self._scheduler.calls_of(model) or self._engine.active == model):
+            return [Opened(info=info)]
+        self._opening.pop(model, None)
+        if info is not None:
+            self._engine.close_model(model)
+        return [Closed(model=model), self.status()]
+
+    def _open_next(self) -> list[Report]:
+        """Ask for the model whose opening was asked for first."""
+        model, since = next(iter(self._opening.items()))
+        try:
+            if not self._engine.open_model(model):
+                return []
+        except TalariaError as e:
+            del self._opening[model]
+            return [Closed(model=model, error=str(e))]
+        del self._opening[model]
+        info = self._engine.models()[model]
+        self._scheduler.opened(model, _capacity(info))
+        return [Opened(info=info, open_ms=(self._clock.now() - since) * 1000), self.status()]
+
     # --- time
 
     def next_wakeup(self) -> float | None:
         """Seconds until `turn` has something to do: 0 at once, None when only a new call can bring it."""
+        wait = self._until_work()
+        return wait if not self._opening else _OPENING_POLL_S if wait is None else min(wait, _OPENING_POLL_S)
+
+    def _until_work(self) -> float | None:
         now = self._clock.now()
         if self._under_way is not None:
             wait = self._engine.next_event_in() or 0.0
@@ -116,6 +174,8 @@ class SlotDriver:
             else:
                 self._step(under_way, reports)
             return reports
+        if self._opening:
+            reports += self._open_next()
         prefixes = {rid: self._engine.prefix_state(rid) for rid in self._scheduler.asks()}
         if self._staging and (upcoming := self._scheduler.upcoming) is not None:
             self._engine.stage(upcoming)
@@ -137,7 +197,7 @@ class SlotDriver:
         now, estimates, plan = self._clock.now(), self._scheduler.estimates, self._scheduler.plan
         return Status(
             active=self._engine.active,
-            loads={model: self._engine.load(model) for model in self._models},
+            loads={model: self._engine.load(model) for model in self._engine.models()},
             prefilled_tokens=self._prefilled_tokens,
             switches=self._switches,
             switch_ms=estimates.switch_ms,
@@ -192,7 +252,11 @@ class SlotDriver:
 
     def _switch(self, model: str, reports: list[Report]) -> None:
         since = self._clock.now()
-        switching = _Switching(self._engine.switch(model), since)
+        try:
+            switching = _Switching(self._engine.switch(model), since)
+        except SwitchFailedError as e:
+            self._switch_failed(e, since, reports)
+            return
         if (self._engine.next_event_in() or 0.0) > 0:
             self._under_way = switching
         else:
@@ -210,6 +274,21 @@ class SlotDriver:
         if self._scheduler.resting:
             self._check_at = now + self._idle_check_s
         reports += [Switched(timings=[timing]), self.status()]
+
+    def _switch_failed(self, failure: SwitchFailedError, since: float, reports: list[Report]) -> None:
+        """The model could not be brought in: its calls fail, it is closed, and what was active serves on."""
+        now = self._clock.now()
+        for rid in self._scheduler.calls_of(failure.model):
+            self._scheduler.handle(now, ask.Left(rid))
+            self._engine.abort(rid)
+            end = StepTokens(rid=rid, token_ids=[], finished="error", message=str(failure))
+            reports.append(Stepped(model=failure.model, result=StepResult(kind="idle", tokens=[end])))
+        self._engine.close_model(failure.model)
+        if failure.active is not None:
+            waiting = self._engine.waiting(failure.active)
+            kept = self._engine.running(failure.active)
+            self._scheduler.handle(now, ask.Switched(failure.active, (now - since) * 1000, waiting, suspended=kept))
+        reports += [Closed(model=failure.model, error=str(failure)), self.status()]
 
     def _dropped(self, rid: str, model: str, reason: Literal["abort", "deadline"]) -> Stepped:
         self._engine.abort(rid)
@@ -235,9 +314,13 @@ class SlotDriver:
         if self._check_at is None or now < self._check_at:
             return
         self._check_at = None
-        if not any(self._engine.has_unfinished(model) for model in self._models):
+        if not any(self._engine.has_unfinished(model) for model in self._engine.models()):
             self._engine.check_idle()
             self._idle_checked += 1
+
+
+def _capacity(info: ModelInfo) -> Capacity:
+    return Capacity(info.kv_capacity_tokens, info.max_running)
 
 
 def _slot_ended(over: ask.SlotOver) -> SlotEnded:

@@ -39,11 +39,23 @@ class Abort(_Ipc, frozen=True, kw_only=True):
     rid: str
 
 
+class Open(_Ipc, frozen=True, kw_only=True):
+    """Open a configured model; answered by `Opened` or `Closed` when that is over. An open one: `Opened` at once."""
+
+    model: str
+
+
+class Close(_Ipc, frozen=True, kw_only=True):
+    """Close a model; answered by `Closed`. One with unfinished calls stays: `Opened`."""
+
+    model: str
+
+
 class Stop(_Ipc, frozen=True, kw_only=True):
     """Finish nothing more, release everything, exit 0."""
 
 
-Command = Submit | Abort | Stop
+Command = Submit | Abort | Open | Close | Stop
 
 
 # --- engine process → I/O process
@@ -86,6 +98,21 @@ class Switched(_Ipc, frozen=True, kw_only=True):
     """A model switch happened: one record per rank."""
 
     timings: list[SwitchTiming]
+
+
+class Opened(_Ipc, frozen=True, kw_only=True):
+    """A model is open: one switch away."""
+
+    info: ModelInfo
+    open_ms: float = 0.0
+    """From the command until now; 0: it was open."""
+
+
+class Closed(_Ipc, frozen=True, kw_only=True):
+    """A model is closed; `error` says why if nobody asked for that. Its calls have been told before."""
+
+    model: str
+    error: str = ""
 
 
 class SlotEnded(_Ipc, frozen=True, kw_only=True):
@@ -169,7 +196,7 @@ class Fatal(_Ipc, frozen=True, kw_only=True):
     message: str
 
 
-Report = Progress | Ready | Refused | Stepped | Switched | SlotEnded | Status | Fatal
+Report = Progress | Ready | Refused | Stepped | Switched | Opened | Closed | SlotEnded | Status | Fatal
 
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()

@@ -26,7 +26,7 @@ from talaria_common.clock import Clock, SystemClock
 from talaria_common.settings import InstanceSettings, Settings, load
 from talaria_gpu.engine.contract import Engine
 from talaria_gpu.engine.driver import SlotDriver
-from talaria_gpu.engine.ipc import Abort, Command, Fatal, Progress, Ready, Report, Stop, Submit
+from talaria_gpu.engine.ipc import Abort, Close, Command, Fatal, Open, Progress, Ready, Report, Stop, Submit
 from talaria_gpu.engine.link import Link, LinkClosedError
 from talaria_gpu.sched.ablation import Ablation
 from talaria_gpu.sched.config import SlotConfig
@@ -125,6 +125,10 @@ class Worker:
                     reports += self._driver.submit(call)
                 case Abort(rid=rid):
                     reports += self._driver.abort(rid)
+                case Open(model=model):
+                    reports += self._driver.open(model)
+                case Close(model=model):
+                    reports += self._driver.close_model(model)
                 case Stop():
                     return False
         if reports:
@@ -180,7 +184,7 @@ def serve(settings: Settings, iid: str, link: Link, signals: _Signals) -> None:
     link.send([Progress(message=f"{iid}: starting the {instance.engine} engine")])
     engine, paths = build(settings, instance, clock, link)
     signals.serve()
-    driver = SlotDriver(engine, slot_config(settings, instance), clock)
+    driver = SlotDriver(engine, slot_config(settings, instance), clock, models=instance.models)
     try:
         gc.collect()
         gc.freeze()  # what was built stays; the collector need not look at it while tokens wait

@@ -1,7 +1,9 @@
-"""Control verbs: health, open, close, drain, resume. Models are pinned by configuration for now.
+"""Control verbs: health, open, close, drain, resume. A model can be opened if it is configured here.
 
-open: ok if the model is configured here and the engine serves it; else model_not_found, or unavailable while it starts.
-close: refused (unsupported_parameter); a configured model stays. drain and resume: ok at once, also when repeated.
+open: ok if the model is open or is being opened from now on (the snapshot says `loading`, then `host`, or `failed`);
+model_not_found if it is not configured, unavailable while the engine starts. close: ok if it is closed from now on;
+unavailable while it has calls or is the active one; unsupported_parameter on a hot instance, which pins its model.
+drain and resume: ok at once, also when repeated.
 """
 
 from __future__ import annotations
@@ -18,23 +20,29 @@ from talaria_common.errors import (
     UnsupportedError,
 )
 from talaria_common.wire import ControlReply
+from talaria_gpu.engine.ipc import Close, Open
 from talaria_instance.messages import Control
 
 
 class Verdict(NamedTuple):
-    """`drain`: True to drain, False to resume, None to leave it. `error` None: ok."""
+    """`drain`: True to drain, False to resume, None to leave it. `tell` is for the engine. `error` None: ok."""
 
     error: TalariaError | None = None
     drain: bool | None = None
+    tell: Open | Close | None = None
 
 
 class Standing(NamedTuple):
-    """The instance as it stands: `models` are configured, `opened` are served by the engine."""
+    """The instance as it stands: `models` are configured, `opened` are served by the engine, `busy` have calls."""
 
     status: str
     reason: str
     models: tuple[str, ...]
     opened: frozenset[str]
+    busy: frozenset[str] = frozenset()
+    """Active, or with calls."""
+    pinned: bool = False
+    """A hot instance."""
 
 
 def decide(now: float, message: Control, it: Standing, skew_s: float) -> Verdict:
@@ -48,19 +56,27 @@ def decide(now: float, message: Control, it: Standing, skew_s: float) -> Verdict
         case "drain" | "resume":
             return Verdict(drain=message.verb == "drain")
         case "open" | "close":
-            return Verdict(_open_or_close(message.verb, model, it))
+            wrong = _cannot(message.verb, model, it)
+            if model is None or wrong is not None or (message.verb == "open" and model in it.opened):
+                return Verdict(wrong)
+            return Verdict(tell=Open(model=model) if message.verb == "open" else Close(model=model))
         case _:
             return Verdict(BadRequestError(f"unknown command {message.verb!r}"))
 
 
-def _open_or_close(verb: str, model: str | None, it: Standing) -> TalariaError | None:
+def _cannot(verb: str, model: str | None, it: Standing) -> TalariaError | None:
+    """Why a model is not opened or closed."""
     if model is None:
         return BadRequestError(f"{verb} needs a model", param="model")
     if model not in it.models:
         return ModelNotFoundError(f"{model!r} is not configured on this instance", param="model")
-    if verb == "close":
+    if verb == "close" and it.pinned:
         return UnsupportedError(f"{model!r} is pinned here by the configuration", param="model")
-    return None if model in it.opened else UnavailableError(f"{model!r} is not open yet: {it.reason}")
+    if it.status not in {"ready", "draining"}:
+        return UnavailableError(f"{model!r} is not open yet: {it.reason}")
+    if verb == "close" and model in it.busy:
+        return UnavailableError(f"{model!r} has calls here, or is the active model", param="model")
+    return None
 
 
 def reply(iid: str, epoch: str, status: str, verdict: Verdict) -> ControlReply:

@@ -17,6 +17,7 @@ from talaria_common.errors import (
 )
 from talaria_common.settings import InstanceSettings
 from talaria_common.wire import ForwardReply
+from talaria_gpu.engine.ipc import Closed, Open
 from talaria_gpu.text import Tokenizer
 from talaria_instance import control, events, snapshot
 from talaria_instance.calls import Call, engine_call, new_call
@@ -42,6 +43,7 @@ from talaria_instance.messages import (
     Publish,
     Shutdown,
     StartEngine,
+    Tell,
     Tick,
 )
 from talaria_instance.outbox import Outbox
@@ -167,6 +169,8 @@ class InstanceCore:
             return Refusal(ModelNotFoundError(f"{self.iid} does not serve {model!r}", param="model"), retryable=True)
         if self.status != "ready":
             return Refusal(UnavailableError(f"{self.iid} is {self.status}: {self.reason}"), retryable=True)
+        if model not in self.engine.infos:
+            return Refusal(UnavailableError(f"{model!r} is not open on {self.iid}", param="model"), retryable=True)
         if self.queued >= self.settings.max_queued:
             message = f"{self.iid} has {self.queued} calls waiting"
             return Refusal(OverloadedError(message, retry_after_s=self._expected_wait_s()), retryable=True)
@@ -185,7 +189,11 @@ class InstanceCore:
         if isinstance(message, PrepareFailed):
             self._ledger.fail(now, call, from_info(message.error), retryable=False, tell=False)
             return
-        tokenizer, info = self._tokenizers[call.head.model], self.engine.infos[call.head.model]
+        tokenizer, info = self._tokenizers[call.head.model], self.engine.infos.get(call.head.model)
+        if info is None:  # it was closed because it could not be switched to
+            gone = UnavailableError(f"{call.head.model!r} is not open on {self.iid} any more", param="model")
+            self._ledger.fail(now, call, gone, retryable=True, tell=False)
+            return
         call.prompt = message.prompt
         try:
             command = engine_call(call, info.context_tokens, tokenizer.eos_token_ids)
@@ -244,8 +252,24 @@ class InstanceCore:
         self._snapshot(now)
 
     def _control(self, now: float, message: Control) -> None:
-        standing = control.Standing(self.status, self.reason, self.settings.models, frozenset(self.engine.infos))
+        busy = {call.head.model for call in self.calls.values()}
+        if self.engine.status and self.engine.status.active:
+            busy.add(self.engine.status.active)
+        standing = control.Standing(
+            self.status,
+            self.reason,
+            self.settings.models,
+            opened=frozenset(self.engine.infos),
+            busy=frozenset(busy),
+            pinned=self.settings.pool == "hot",
+        )
         verdict = control.decide(now, message, standing, self._skew_s)
+        if verdict.tell is not None:
+            if isinstance(verdict.tell, Open):
+                self.engine.opening.add(verdict.tell.model)
+            else:
+                self.engine.closed(Closed(model=verdict.tell.model))  # takes no new call from now on
+            self._out.do(Tell(verdict.tell))
         if verdict.drain is not None and not self._shutting_down:
             self._draining = "drained by an operator" if verdict.drain else ""
         self._out.do(Answer(message.handle, control.reply(self.iid, self.epoch, self.status, verdict)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from talaria_gpu.engine.contract import ModelInfo
-from talaria_gpu.engine.ipc import Ready, Status
+from talaria_gpu.engine.ipc import Closed, Opened, Ready, Status
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
@@ -35,6 +35,10 @@ class EngineState:
         self.generation = 0
         self.restarts = 0
         self.infos: dict[str, ModelInfo] = {}
+        """The open models."""
+        self.opening: set[str] = set()
+        self.broken: dict[str, str] = {}
+        """Models that could not be opened or switched to, with the reason, until they are opened again."""
         self.buffer_bytes = 0
         self.status: Status | None = None
         self._epoch_base = dict.fromkeys(models, 0)
@@ -58,8 +62,25 @@ class EngineState:
         """It serves."""
         self.phase, self.reason = "ready", ""
         self.infos = {info.name: info for info in report.models}
+        self.opening, self.broken = set(), {}
         self.buffer_bytes = report.buffer_bytes
         self._ready_at = now
+
+    def opened(self, report: Opened) -> None:
+        """A model is open."""
+        self.infos[report.info.name] = report.info
+        self.opening.discard(report.info.name)
+        self.broken.pop(report.info.name, None)
+
+    def closed(self, report: Closed) -> None:
+        """A model is closed; what it knew of sessions' KV is gone, so its KV epoch rises."""
+        if self.infos.pop(report.model, None) is not None:
+            self._epoch_base[report.model] = self.kv_epoch(report.model) + 1
+            if self.status:
+                self.status.loads.pop(report.model, None)
+        self.opening.discard(report.model)
+        if report.error:
+            self.broken[report.model] = report.error
 
     def failed(self, now: float, reason: str) -> float:
         """It is gone; returns the seconds to wait before the next start.

@@ -7,7 +7,19 @@ from typing import Any
 
 from talaria_common.errors import DeadlineError, EngineError, OverloadedError, UnavailableError, from_info
 from talaria_gpu.engine.contract import StepResult, StepTokens
-from talaria_gpu.engine.ipc import Fatal, Progress, Ready, Refused, Report, SlotEnded, Status, Stepped, Switched
+from talaria_gpu.engine.ipc import (
+    Closed,
+    Fatal,
+    Opened,
+    Progress,
+    Ready,
+    Refused,
+    Report,
+    SlotEnded,
+    Status,
+    Stepped,
+    Switched,
+)
 from talaria_instance import events
 from talaria_instance.calls import Call
 from talaria_instance.engine_state import EngineState
@@ -22,7 +34,7 @@ class Reports:
         engine: what is known of it.
         ledger: the calls.
         out: for events.
-        switched: called when another model has become active.
+        switched: called when another model has become active, or one was opened or closed.
         lost: called when the engine gives up, with the reason.
     """
 
@@ -48,6 +60,8 @@ class Reports:
             Refused: self._refused,
             Switched: self._switched,
             SlotEnded: self._slot_ended,
+            Opened: self._opened,
+            Closed: self._closed,
             Fatal: self._fatal,
         }
 
@@ -105,6 +119,14 @@ class Reports:
     def _switched(self, now: float, report: Switched) -> None:
         for timing in report.timings:
             self._out.event(now, "switch", events.switch(timing))
+
+    def _opened(self, now: float, report: Opened) -> None:
+        self._engine.opened(report)
+        self._active_changed(now)
+
+    def _closed(self, now: float, report: Closed) -> None:
+        self._engine.closed(report)
+        self._active_changed(now)
 
     def _slot_ended(self, now: float, report: SlotEnded) -> None:
         self._out.event(now, "round", events.round_(report))

@@ -76,11 +76,11 @@ def build(now: float, who: Identity, settings: InstanceSettings, engine: EngineS
 def _model(name: str, engine: EngineState, calls: list[CallLoad]) -> ModelState:
     info, status = engine.infos.get(name), engine.status
     load = status.loads.get(name) if status else None
-    state: Literal["active", "host", "loading", "failed"]
-    if engine.phase == "failed":
+    state: Literal["active", "host", "loading", "cold", "failed"]
+    if engine.phase == "failed" or name in engine.broken:
         state = "failed"
     elif info is None:
-        state = "loading"
+        state = "loading" if engine.phase == "starting" or name in engine.opening else "cold"
     else:
         state = "active" if status and status.active == name else "host"
     queued = [c for c in calls if not c.running]

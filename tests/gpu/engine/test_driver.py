@@ -10,9 +10,9 @@ import pytest
 from talaria_common.clock import ManualClock
 from talaria_common.errors import EngineError
 from talaria_common.settings import InstanceSettings
-from talaria_gpu.engine.contract import StepResult
+from talaria_gpu.engine.contract import StepResult, SwitchFailedError, SwitchTiming
 from talaria_gpu.engine.driver import SlotDriver
-from talaria_gpu.engine.ipc import SlotEnded, Status, Stepped, Switched
+from talaria_gpu.engine.ipc import Closed, Opened, SlotEnded, Status, Stepped, Switched
 from talaria_gpu.engine.sim import SimEngine, expected_tokens
 from talaria_gpu.sched.slots import SlotConfig
 from tests.gpu.engine.rig import Rig, make_call
@@ -136,6 +136,50 @@ def test_an_engine_that_runs_nothing_is_asked_ever_more_slowly_and_then_given_up
         drive()
     assert 20 < clock.now() - start < 21
     assert engine.asked < 450
+
+
+def test_models_are_closed_and_opened_at_run_time() -> None:
+    rig = Rig()
+    assert [type(r) for r in rig.driver.close_model("b")] == [Closed, Status]
+    rig.submit(make_call("r", [1], model="b"), make_call("s", [1, 2], model="a"))
+    assert rig.finished() == {"r": "model_not_found"}
+    assert [type(r) for r in rig.driver.close_model("a")] == [Opened], "it has a call: it stays"
+    assert rig.driver.open("b") == []
+    rig.rest()
+    assert [r.info.name for r in rig.of(Opened)] == ["b"]
+    rig.submit(make_call("t", [1], model="b"))
+    rig.rest()
+    assert rig.finished() == {"r": "model_not_found", "s": "length", "t": "length"}
+    assert rig.driver.open("nobody") == []
+    rig.rest()
+    assert "not configured" in rig.of(Closed)[-1].error
+
+
+class Broken(SimEngine):
+    """Cannot be switched to b."""
+
+    def switch(self, model: str) -> SwitchTiming:
+        if model == "b":
+            raise SwitchFailedError("b", self.active, "its image is damaged")
+        return super().switch(model)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_failed_switch_costs_its_model_only(first: str) -> None:
+    rig = Rig()
+    rig.engine = Broken(rig.instance, rig.clock)
+    rig.driver = SlotDriver(rig.engine, SlotConfig(100, 10), rig.clock)
+    rig.submit(make_call("x", [1], model=first, new=40))
+    if first == "a":
+        rig.until(60)
+    rig.submit(make_call("r", [1], model="b"), make_call("s", [1, 2], model="a"))
+    rig.rest()
+    ends = rig.finished()
+    assert (ends["r"], ends["s"], ends["x"]) == ("error", "length", "length" if first == "a" else "error")
+    assert ["its image is damaged" in r.error for r in rig.of(Closed)] == [True]
+    rig.submit(make_call("t", [1], model="b"), make_call("u", [1], model="a"))
+    rig.rest()
+    assert (rig.finished()["t"], rig.finished()["u"]) == ("model_not_found", "length")
 
 
 def test_none_of_it_imports_torch() -> None:

@@ -68,6 +68,7 @@ class SimEngine:
             for name, spec in self._specs.items()
         }
         self._model_of: dict[str, str] = {}
+        self._closed: set[str] = set()
         self._active = instance.models[0] if len(instance.models) == 1 else None
         self._flight: _Flight | None = None
         self._free_at = 0.0
@@ -89,6 +90,7 @@ class SimEngine:
                 vocab_size=VOCAB_SIZE,
             )
             for name, spec in self._specs.items()
+            if name not in self._closed
         }
 
     @property
@@ -145,7 +147,7 @@ class SimEngine:
             ContextLengthError: prompt and completion exceed the context.
         """
         pool = self._pools.get(call.model)
-        if pool is None:
+        if pool is None or call.model in self._closed:
             raise ModelNotFoundError(f"model {call.model!r} is not open here")
         if not call.input_ids:
             raise BadRequestError("the prompt has no tokens")
@@ -175,7 +177,7 @@ class SimEngine:
         self._cut()
         return self._pools[model].drop(rid)
 
-    # --- what this device does not model: staging, and models that come and go
+    # --- what this device does not model: staging, and the time that opening takes
 
     def stage(self, model: str) -> None:
         """Nothing is staged."""
@@ -186,15 +188,22 @@ class SimEngine:
         return 0
 
     def open_model(self, model: str) -> bool:
-        """All configured models are open. Raises ModelNotFoundError."""
+        """Open it, at once. Raises ModelNotFoundError."""
         if model not in self._pools:
             raise ModelNotFoundError(f"model {model!r} is not configured here")
+        self._closed.discard(model)
         return True
 
     def close_model(self, model: str) -> None:
-        """They stay open. Raises ModelNotFoundError or BadRequestError."""
-        self.open_model(model)
-        raise BadRequestError("the sim engine keeps its models open")
+        """Close it. Raises ModelNotFoundError or BadRequestError."""
+        if model not in self.models():
+            raise ModelNotFoundError(f"model {model!r} is not open here")
+        if self.has_unfinished(model):
+            raise BadRequestError(f"{model} has unfinished calls")
+        if self._active == model:
+            self._pools[model].deactivate()
+            self._active = None
+        self._closed.add(model)
 
     # --- the device
 
@@ -211,7 +220,7 @@ class SimEngine:
 
     def switch(self, model: str) -> SwitchTiming:
         """Make `model` active; it can be stepped once `switch_ms` have passed."""
-        if model not in self._pools:
+        if model not in self._pools or model in self._closed:
             raise ModelNotFoundError(f"model {model!r} is not open here")
         if model == self._active:
             raise EngineError(f"{model} is active already")
