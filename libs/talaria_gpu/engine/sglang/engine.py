@@ -30,6 +30,7 @@ from talaria_gpu.engine.sglang.opening import OpenModel
 from talaria_gpu.engine.sglang.spec import HostKvOptions, MemoryOptions, ModelSpec
 from talaria_gpu.engine.sglang.switching import Switcher
 from talaria_gpu.hkvr.store import HostKv, Stats
+from talaria_gpu.staging.stager import Stager
 from talaria_gpu.weights import checkpoint
 
 
@@ -313,6 +314,11 @@ class SglangEngine:
         """See the contract."""
         if self._active is not None and model in self._models:
             self._switcher.stage(self._models[self._active], self._models[model])
+
+    @property
+    def stager(self) -> Stager | None:
+        """The staging under way, for who wants to watch it."""
+        return self._switcher.stager
 
     @property
     def staging_slack_bytes(self) -> int:
