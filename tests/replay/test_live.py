@@ -166,6 +166,7 @@ async def test_a_stopped_run_is_incomplete_and_resumes_by_session(tmp_path: Path
         assert not half.complete
         assert {r.session for r in half.calls} == {"s0"}
         assert names(tmp_path) == [out.name]
+        assert out.stat().st_mode & 0o777 == 0o644
 
         with pytest.raises(results.ResultError, match="another gap_cap_s"):
             Replay(Plan(server.url, gap_cap_s=0.01), calls, out=out, resume=True)

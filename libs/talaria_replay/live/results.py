@@ -61,6 +61,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
+        os.fchmod(handle, 0o644)  # mkstemp's are for the owner alone
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)
             out.flush()

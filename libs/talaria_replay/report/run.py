@@ -17,7 +17,7 @@ from talaria_replay.sim import profiles
 from talaria_replay.sim.device import ProfiledDevice
 from talaria_replay.sim.profiles import CalibrationName
 from talaria_replay.sim.run import SimResult, simulate
-from talaria_replay.sim.scenario import Scenario, ScenarioError
+from talaria_replay.sim.scenario import ABLATIONS, BUILT, Scenario, ScenarioError
 from talaria_replay.trace import Call
 from talaria_router.policies import POLICIES
 
@@ -95,6 +95,10 @@ class Runner:
         self._seed = seed
         self._tell = tell
         self.source = source or f"generated: the paper's shape, {issues} issues on each model, seed {seed}"
+        if issues < workload.ISSUES:
+            self.source += (
+                f" (a quick look: the paper's load is {workload.ISSUES} issues, so its figures are not comparable)"
+            )
         self._kinds: dict[str, Callable[[Experiment], Outcome]] = {
             "shape": self._shape,
             "ablations": self._ablations,
@@ -124,6 +128,9 @@ class Runner:
 
     def _simulate(self, name: str, scenario: Scenario, calls: Sequence[Call], **changes: Any) -> SimResult | str:
         """The result, or why there is none."""
+        missing = ABLATIONS.get(changes.get("ablation", scenario.ablation), frozenset()) - BUILT
+        if missing:
+            return f"not simulated, as not built yet: {', '.join(sorted(missing))}"
         self._tell(name)
         try:
             generated = self.source if self._calls is None else ""
@@ -134,7 +141,7 @@ class Runner:
     @staticmethod
     def _rows(what: str, result: SimResult | str, names: Sequence[str], published: dict[str, Any]) -> list[Row]:
         if isinstance(result, str):
-            return [Row(what, n, None, published.get(n), "not simulated: " + result) for n in names if n in published]
+            return [Row(what, n, None, published.get(n), result) for n in names if n in published]
         return [Row(what, n, METRICS[n](result.summary), published.get(n)) for n in names]
 
     # --- the kinds
