@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -37,6 +38,7 @@ log = structlog.get_logger(__name__)
 GRACE_S = 30.0
 """From the stop signal to the end; what has not ended by then is cut off."""
 BUS_RETRY_S = 1.0
+GC_THRESHOLDS = (20_000, 20, 20)
 EXIT_FAILED = 1
 EXIT_SECOND_INTERRUPT = 130
 
@@ -134,8 +136,19 @@ def run(main: Main, name: str, settings: Settings) -> int:
         return runner.run(_supervise(main, name, settings))
 
 
+def _spare_the_collector() -> None:
+    """Let the cyclic collector leave alone what lives as long as the process, and look at the rest less often.
+
+    Calls leave hardly any cycles, and most of what it would walk through again and again are modules and classes.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
 async def _supervise(main: Main, name: str, settings: Settings) -> int:
     process = Process(name, settings)
+    _spare_the_collector()
     logs.setup(name, settings.log, epoch=process.epoch)
     _catch_signals(process.stop)
     log.info("starting", pid=os.getpid())

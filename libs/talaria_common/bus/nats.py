@@ -202,6 +202,7 @@ class NatsBus:
             bucket,
             direct=direct,
             jetstream=self._js,
+            ask=lambda *args: self._client.ask(*args),  # noqa: PLW0108 - a reconnect may bring another client
             max_payload=lambda: self.max_payload_bytes,
             register=self._watches.append,
         )

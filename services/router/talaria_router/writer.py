@@ -15,6 +15,8 @@ from talaria_common.wire import SessionRecord, encode
 log = structlog.get_logger(__name__)
 
 INTERVAL_S = 0.1
+SAME_KEY_ROUNDS = 10
+"""A key is written once in so many intervals at most: calls in quick succession cost one write a second."""
 AT_ONCE = 32
 
 
@@ -31,6 +33,7 @@ class SessionWriter:
         self._record = record
         self._ours = ours
         self._dirty: dict[str, None] = {}
+        self._recent: set[str] = set()
         self.failures = 0
 
     def mark(self, key: str) -> None:
@@ -44,12 +47,19 @@ class SessionWriter:
         """Write to `talaria_sessions` until cancelled."""
         self._bucket = bucket
         while True:
-            await asyncio.sleep(INTERVAL_S)
-            await self.flush()
+            self._recent.clear()
+            for _ in range(SAME_KEY_ROUNDS):
+                await asyncio.sleep(INTERVAL_S)
+                keys = [key for key in self._dirty if key not in self._recent]
+                self._recent.update(keys)
+                await self._write_out(keys)
 
     async def flush(self) -> None:
-        """Write what is dirty now. What fails is tried again in the next round."""
-        keys = list(self._dirty)
+        """Write what is dirty now."""
+        await self._write_out(list(self._dirty))
+
+    async def _write_out(self, keys: list[str]) -> None:
+        """What fails is tried again in a later round."""
         for start in range(0, len(keys), AT_ONCE):
             batch = keys[start : start + AT_ONCE]
             for key in batch:
@@ -58,8 +68,10 @@ class SessionWriter:
             failed = [key for key, ok in zip(batch, done, strict=True) if not ok]
             for key in failed:
                 self._dirty.setdefault(key)
+                self._recent.discard(key)
             if failed:
                 self.failures += len(failed)
+                self._recent.difference_update(keys[start + AT_ONCE :])
                 return
 
     async def hand_over(self, partition: int) -> None:
