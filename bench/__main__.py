@@ -7,7 +7,7 @@ import sys
 
 from bench.report import ROOT
 
-MODULES = ("mesh", "engine", "restore", "router")
+MODULES = ("mesh", "engine", "restore", "switch", "router")
 
 
 def main() -> int:

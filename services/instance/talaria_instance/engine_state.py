@@ -39,6 +39,8 @@ class EngineState:
         self.opening: set[str] = set()
         self.broken: dict[str, str] = {}
         """Models that could not be opened or switched to, with the reason, until they are opened again."""
+        self.open_ms: dict[str, float] = {}
+        """The last time that each model took to open."""
         self.buffer_bytes = 0
         self.status: Status | None = None
         self._epoch_base = dict.fromkeys(models, 0)
@@ -69,6 +71,8 @@ class EngineState:
     def opened(self, report: Opened) -> None:
         """A model is open."""
         self.infos[report.info.name] = report.info
+        if report.open_ms:
+            self.open_ms[report.info.name] = report.open_ms
         self.opening.discard(report.info.name)
         self.broken.pop(report.info.name, None)
 

@@ -65,6 +65,7 @@ def build(now: float, who: Identity, settings: InstanceSettings, engine: EngineS
         kv_occupancy=(
             min(1.0, active.kv_used_tokens / active.kv_capacity_tokens) if active and active.kv_capacity_tokens else 0.0
         ),
+        staging_free_bytes=status.staging_slack_bytes if status else 0,
         max_queued=settings.max_queued,
         seen=counted.seen,
         prefilled_tokens=status.prefilled_tokens if status else 0,
@@ -102,6 +103,7 @@ def _model(name: str, engine: EngineState, calls: list[CallLoad]) -> ModelState:
         host_kv_tokens=load.host_kv_tokens if load else 0,
         max_running=info.max_running if info else 0,
         weight_bytes=info.weight_bytes if info else 0,
+        open_ms=engine.open_ms.get(name, 0.0),
     )
 
 
