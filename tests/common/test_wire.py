@@ -160,3 +160,17 @@ def test_what_does_not_fit_names_the_field(data: bytes, says: str):
 
 def test_all_structs_share_their_base():
     assert all(issubclass(c, Wire) or c is wire.ErrorInfo for c in STRUCTS)
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1" + "0" * 30, "-1" + "0" * 30])
+def test_numbers_that_arithmetic_overflows_on_are_refused(number: str):
+    text = encode(wire.Snapshot(iid="i", epoch="e", version=1, at_ms=7777, pool="cold", status="ready")).decode()
+    with pytest.raises(WireError, match="at_ms"):
+        decode(text.replace("7777", number), wire.Snapshot)
+    with pytest.raises(WireError, match="decode_step_ms"):
+        decode(f'{{"name":"m","state":"host","decode_step_ms":{number}}}', wire.ModelState)
+
+
+def test_nesting_without_end_is_refused():
+    with pytest.raises(WireError):
+        decode(b'{"rid":"r","attempt":0,"later":' + b"[" * 100_000 + b"]" * 100_000 + b"}", wire.Cancel)

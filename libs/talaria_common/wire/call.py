@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from talaria_common.errors import ErrorInfo
-from talaria_common.wire.base import Wire
+from talaria_common.wire.base import Float, Int, Wire
 from talaria_common.wire.route import Placement
 
 Endpoint = Literal["chat", "completions"]
@@ -24,7 +24,7 @@ class ForwardHead(Wire, frozen=True, kw_only=True):
     session: str
     model: str
     session_final: bool = False
-    priority: int = 0
+    priority: Int = 0
     stream: bool = True
     """False: nobody reads deltas, so the final frame carries everything."""
     is_continuation: bool = False
@@ -45,7 +45,7 @@ class Cancel(Wire, frozen=True, kw_only=True):
     """Stop (rid, attempt) at the next decode boundary and free its slot and KV. Unknown ids are ignored."""
 
     rid: str
-    attempt: int
+    attempt: Int
     reason: Literal["client_gone", "deadline", "superseded", "slow_client"] = "client_gone"
 
 
@@ -61,9 +61,9 @@ class TokenLogprob(Wire, frozen=True, kw_only=True):
 class Usage(Wire, frozen=True, kw_only=True):
     """Token counts of a finished call."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
+    prompt_tokens: Int
+    completion_tokens: Int
+    cached_tokens: Int = 0
     cache_source: CacheSource = "none"
 
 
@@ -111,30 +111,30 @@ class Completion(Wire, frozen=True, kw_only=True):
     iid: str
     epoch: str
     rid: str
-    attempt: int
+    attempt: Int
     router: str
     router_epoch: str = ""
-    seq: int
+    seq: Int
     """The placement's number, so that the overlay drops exactly this call."""
-    partition: int
+    partition: Int
     tenant: str
     session: str
     model: str
     session_final: bool = False
     ok: bool
     """False: aborted or failed; no lease follows."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: Int = 0
+    completion_tokens: Int = 0
+    cached_tokens: Int = 0
     cache_source: CacheSource = "none"
-    prompt_bytes: int = 0
-    kv_tokens: int = 0
+    prompt_bytes: Int = 0
+    kv_tokens: Int = 0
     """Tokens of the session's prefix that are reusable now, on device or host."""
     prefix_handle: str = ""
     """Opaque; valid while the model's `kv_epoch` in the snapshot is the one it was made under."""
-    kv_epoch: int = 0
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-    ttft_ms: float = 0.0
-    total_ms: float = 0.0
-    at_ms: int
+    kv_epoch: Int = 0
+    queue_ms: Float = 0.0
+    prefill_ms: Float = 0.0
+    ttft_ms: Float = 0.0
+    total_ms: Float = 0.0
+    at_ms: Int

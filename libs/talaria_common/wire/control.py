@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from talaria_common.errors import ErrorInfo
-from talaria_common.wire.base import Wire
+from talaria_common.wire.base import Int, Wire
 
 
 class ControlRequest(Wire, frozen=True, kw_only=True):
     """To an instance: health, open, close (with `model`), drain or resume."""
 
     model: str | None = None
-    deadline_ms: int = 0
+    deadline_ms: Int = 0
     """Absolute UTC ms; 0: none. A later command is refused (NATS delivers late after a reconnect)."""
 
 
@@ -31,5 +31,5 @@ class Event(Wire, frozen=True, kw_only=True):
 
     kind: str
     source: str
-    at_ms: int
+    at_ms: Int
     data: dict[str, Any] = {}

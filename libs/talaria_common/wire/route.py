@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from talaria_common.errors import ErrorInfo
-from talaria_common.wire.base import Wire
+from talaria_common.wire.base import Float, Int, Wire
 
 SessionSource = Literal[
     "header", "dynamo", "claude-code", "codex", "x-session", "litellm", "metadata", "prompt-cache-key", "prefix"
@@ -20,7 +20,7 @@ class RouteRequest(Wire, frozen=True, kw_only=True):
     """What the router may know of a call: facts, never the body or a token."""
 
     rid: str
-    attempt: int = 0
+    attempt: Int = 0
     tenant: str
     session: str
     """hash_id(tenant, session id): the client's own id stays at the api."""
@@ -31,18 +31,18 @@ class RouteRequest(Wire, frozen=True, kw_only=True):
     model: str
     api: str
     """Name of the api that asks, where frames go."""
-    prompt_bytes: int
+    prompt_bytes: Int
     """Bytes of prompt text in the body; the router learns bytes per token per model."""
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     stream: bool = False
-    priority: int = 0
+    priority: Int = 0
     exclude: tuple[str, ...] = ()
     """Instances that failed this call already."""
-    deadline_ms: int
+    deadline_ms: Int
     """Absolute, UTC ms."""
     prefix_id: str = ""
     """Fingerprint of how the prompt begins, where sessions share that (a system prompt); "": nothing worth telling."""
-    prefix_bytes: int = 0
+    prefix_bytes: Int = 0
     """Bytes of that beginning."""
     may_wait: bool = False
     """The api understands `RouteReply.queued`: asks that wait get it as a sign of life."""
@@ -51,10 +51,10 @@ class RouteRequest(Wire, frozen=True, kw_only=True):
 class Fence(Wire, frozen=True, kw_only=True):
     """Compared within its partition: an instance refuses a command whose owner revision or attempt is behind."""
 
-    partition: int
-    owner_rev: int
+    partition: Int
+    owner_rev: Int
     rid: str
-    attempt: int
+    attempt: Int
 
 
 class Placement(Wire, frozen=True, kw_only=True):
@@ -63,13 +63,13 @@ class Placement(Wire, frozen=True, kw_only=True):
     iid: str
     fence: Fence
     router: str
-    seq: int
+    seq: Int
     """Number of this placement among those of (router, its epoch) on this instance, from 1: see `SeenPlacements`."""
     router_epoch: str = ""
     via: RouteVia = "cost"
-    accept_by_ms: int
-    deadline_ms: int
-    wait_ms: int = 0
+    accept_by_ms: Int
+    deadline_ms: Int
+    wait_ms: Int = 0
     """Predicted wait before the first token."""
     continuation: bool = False
     """The session's last call on this model ended here, by a lease or by cost: `ForwardHead.is_continuation`."""
@@ -85,8 +85,8 @@ class Verdict(Wire, frozen=True, kw_only=True):
 class Queued(Wire, frozen=True, kw_only=True):
     """Still waiting for room: ask again at once, the call keeps its place meanwhile."""
 
-    waited_ms: int
-    waiting: int = 0
+    waited_ms: Int
+    waiting: Int = 0
     """Calls that wait at this router."""
 
 
@@ -102,18 +102,18 @@ class CandidateCost(Wire, frozen=True, kw_only=True):
     """One candidate's Eq. 1 terms, in ms, in decision events and for `talaria explain`."""
 
     iid: str
-    req_ms: float
-    kv_ms: float
-    act_ms: float
-    total_ms: float
-    wait_ms: float = 0.0
+    req_ms: Float
+    kv_ms: Float
+    act_ms: Float
+    total_ms: Float
+    wait_ms: Float = 0.0
     """Predicted wait before its prefill."""
     kv: Literal["device", "host", "missing"] = "missing"
-    reused: int = 0
+    reused: Int = 0
     """Prompt tokens whose KV was expected there."""
     model: str = ""
     """Where the model's weights are there, as `ModelState.state`."""
-    calls: int = 0
+    calls: Int = 0
     """In the system there."""
     rejected: str = ""
     """The check that ruled it out; "": none did."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from talaria_common.wire.base import Wire
+from talaria_common.wire.base import Int, Wire
 from talaria_common.wire.snapshot import ModelState
 
 
@@ -18,12 +18,12 @@ class SessionRecord(Wire, frozen=True, kw_only=True):
     """Instance of the last completed call."""
     iid_epoch: str = ""
     home: str = ""
-    kv_tokens: int = 0
+    kv_tokens: Int = 0
     prefix_handle: str = ""
-    kv_epoch: int = 0
-    calls: int = 0
-    last_use_ms: int
-    lease_until_ms: int = 0
+    kv_epoch: Int = 0
+    calls: Int = 0
+    last_use_ms: Int
+    lease_until_ms: Int = 0
     """Absolute UTC ms; 0: no lease."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from talaria_common.wire.base import Wire
+from talaria_common.wire.base import Float, Int, Wire
 
 
 class ModelState(Wire, frozen=True, kw_only=True):
@@ -13,32 +13,32 @@ class ModelState(Wire, frozen=True, kw_only=True):
     name: str
     state: Literal["active", "host", "loading", "cold", "failed"]
     """active: its weights are in the device buffer; host: one switch away; cold: in the catalog, not loaded."""
-    context_tokens: int = 0
+    context_tokens: Int = 0
     """Longest prompt + completion that this instance accepts for the model."""
-    kv_capacity_tokens: int = 0
-    kv_used_tokens: int = 0
-    queued: int = 0
-    running: int = 0
-    queued_tokens: int = 0
+    kv_capacity_tokens: Int = 0
+    kv_used_tokens: Int = 0
+    queued: Int = 0
+    running: Int = 0
+    queued_tokens: Int = 0
     """Prompt tokens waiting for prefill."""
-    kv_epoch: int = 0
+    kv_epoch: Int = 0
     """Rises when prefixes of this model are forgotten that neither device nor host has any more: older prefix handles
     are then missing. A switch alone does not raise it where the host keeps what the device loses."""
-    prefill_ms_per_token: float = 0.0
+    prefill_ms_per_token: Float = 0.0
     """EWMA; 0 while nothing was measured."""
-    decode_step_ms: float = 0.0
-    switch_ms: float = 0.0
+    decode_step_ms: Float = 0.0
+    switch_ms: Float = 0.0
     """Measured time to make it active from host, EWMA."""
-    cached_sessions: int = 0
-    max_running: int = 0
+    cached_sessions: Int = 0
+    max_running: Int = 0
     """Calls in one batch; 0: unknown."""
-    weight_bytes: int = 0
+    weight_bytes: Int = 0
     """Added HBM footprint of a replica (Eq. 2); 0: unknown."""
-    open_ms: float = 0.0
+    open_ms: Float = 0.0
     """Measured time to make it active from cold, EWMA; 0 while nothing was measured."""
-    restore_ms_per_token: float = 0.0
+    restore_ms_per_token: Float = 0.0
     """Measured time to restore KV from host, EWMA; 0 while nothing was measured."""
-    host_kv_tokens: int = 0
+    host_kv_tokens: Int = 0
     """Tokens of its prefixes in host memory."""
 
 
@@ -48,8 +48,8 @@ class SeenPlacements(Wire, frozen=True, kw_only=True):
     Exact, so that the router's overlay drops what the snapshot already holds and nothing else (DESIGN 3).
     """
 
-    upto: int = 0
-    missing: tuple[int, ...] = ()
+    upto: Int = 0
+    missing: tuple[Int, ...] = ()
 
 
 class Snapshot(Wire, frozen=True, kw_only=True):
@@ -57,29 +57,29 @@ class Snapshot(Wire, frozen=True, kw_only=True):
 
     iid: str
     epoch: str
-    version: int
-    at_ms: int
+    version: Int
+    at_ms: Int
     pool: Literal["hot", "cold"]
     status: Literal["starting", "ready", "draining", "failed"]
     reason: str = ""
     """Why it is not ready, for people."""
     models: tuple[ModelState, ...] = ()
     active_model: str | None = None
-    round_remaining_ms: float = 0.0
-    deadline_risk: int = 0
+    round_remaining_ms: Float = 0.0
+    deadline_risk: Int = 0
     """Calls whose deadline will probably be missed."""
-    buffer_bytes: int = 0
-    kv_occupancy: float = 0.0
+    buffer_bytes: Int = 0
+    kv_occupancy: Float = 0.0
     """Used share of the active model's device KV, 0..1."""
-    staging_free_bytes: int = 0
-    max_queued: int = 0
+    staging_free_bytes: Int = 0
+    max_queued: Int = 0
     """Calls that it accepts before it rejects with `overloaded`."""
     seen: dict[str, SeenPlacements] = {}
     """By "router/router_epoch"."""
-    prefilled_tokens: int = 0
+    prefilled_tokens: Int = 0
     """Counted in the engine since its start; = prompt tokens - cached tokens of all calls."""
-    switches: int = 0
-    engine_restarts: int = 0
+    switches: Int = 0
+    engine_restarts: Int = 0
 
 
 class Presence(Wire, frozen=True, kw_only=True):
@@ -93,20 +93,20 @@ class Presence(Wire, frozen=True, kw_only=True):
     pool: Literal["hot", "cold"]
     models: tuple[str, ...] = ()
     host: str = ""
-    pid: int = 0
-    started_ms: int = 0
+    pid: Int = 0
+    started_ms: Int = 0
 
 
 class InstanceView(Wire, frozen=True, kw_only=True):
     """A snapshot as telemetry holds it."""
 
     snapshot: Snapshot
-    age_ms: int
+    age_ms: Int
     """Time since telemetry received it, by telemetry's clock."""
     health: Literal["ok", "stale", "gone"]
-    gaps: int = 0
+    gaps: Int = 0
     """Snapshot versions that never arrived, this epoch."""
-    restarts: int = 0
+    restarts: Int = 0
     """Epochs seen after the first."""
 
 
@@ -115,8 +115,8 @@ class ClusterView(Wire, frozen=True, kw_only=True):
 
     telemetry: str
     epoch: str
-    version: int
-    at_ms: int
+    version: Int
+    at_ms: Int
     full: bool = True
     instances: tuple[InstanceView, ...] = ()
     removed: tuple[str, ...] = ()

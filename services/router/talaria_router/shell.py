@@ -242,7 +242,7 @@ class RouterShell:
             answer = await self._bus.request(subjects.control(iid, "health"), encode(request), timeout_s=PROBE_WAIT_S)
             reply = decode(answer.data, ControlReply)
             ok, epoch = reply.ok and reply.iid == iid and reply.status in {"", "ready"}, reply.epoch
-        except (BusError, WireError) as e:
+        except (BusError, ValueError) as e:  # ValueError: unreadable, or the id is no name for a subject
             log.info("health probe failed", iid=iid, error=str(e))
         self._handle(Probed(iid, ok, epoch))
 
@@ -257,7 +257,7 @@ class RouterShell:
             log.info(
                 "replica command", iid=iid, verb=verb, model=model, ok=ok, error=reply.error and reply.error.message
             )
-        except (BusError, WireError) as e:
+        except (BusError, ValueError) as e:
             log.warning("replica command failed", iid=iid, verb=verb, model=model, error=str(e))
         self._handle(Controlled(control, ok))
 
