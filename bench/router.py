@@ -220,11 +220,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and asks; the result is not written")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--sizes-only", action="store_true", help="no tables of many sessions")
     parser.add_argument("--one", action="store_true", help="one run in this process; prints figures as name=value")
     args = parser.parse_args()
     sizes, sessions, asks = [2, 64, 1024, 4096], [1_000, 1_000_000], 3000
     if args.quick:
         sizes, sessions, asks = [2, 64], [10_000], 800
+    if args.sizes_only:
+        sessions = []
     if args.one:
         for name, value in run(sizes, sessions, asks).items():
             print(f"figure {name}={value}")
@@ -232,8 +235,11 @@ def main() -> int:
     where = machine()
     values: dict[str, list[float]] = defaultdict(list)
     command = [sys.executable, "-m", "bench.router", "--one", *(["--quick"] if args.quick else [])]
-    for _ in range(1 if args.quick else args.runs):  # a process each: memory of one run must not serve the next
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    for n in range(1 if args.quick else args.runs):  # a process each: memory of one run must not serve the next
+        # A million sessions take minutes to remember, and their size does not vary: in the first run only.
+        done = subprocess.run(
+            [*command, *(["--sizes-only"] if n else [])], stdout=subprocess.PIPE, text=True, check=True
+        )
         for line in done.stdout.splitlines():
             print(line, flush=True)
             if line.startswith("figure "):

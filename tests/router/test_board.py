@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,8 +75,8 @@ def test_the_best_are_those_that_the_long_way_finds(steps: list[Any]):
                 continue
             shown = [c for c in data["candidates"] if "rejected" not in c]
             # By cost, for among equals of different making not all are looked at.
-            assert [c["total_ms"] for c in shown] == [round(total, 3) for total, _, _ in best[: len(shown)]]
-            assert len(shown) >= min(4, len(best))
+            found = [c["total_ms"] for c in shown[:4]]  # what comes after the best four was looked at on the way
+            assert found == pytest.approx([total for total, _, _ in best[:4]])
             assert {c["iid"] for c in shown} <= {iid for _, _, iid in best}
 
 

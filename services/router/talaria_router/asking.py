@@ -17,7 +17,7 @@ from talaria_router import verdicts
 from talaria_router.admission import retry_after_s
 from talaria_router.calls import Case, Placed, Waiting
 from talaria_router.config import PROBE_WAIT_S, RESTORE_WAIT_S
-from talaria_router.cost import Call, Candidate
+from talaria_router.cost import Call, Candidate, profile_of
 from talaria_router.events import Decision, route_event
 from talaria_router.leases import obstacle
 from talaria_router.messages import Ask, Dirty, Emit, Load, Probe, Reply
@@ -256,7 +256,7 @@ def _try_lease(turn: Turn, case: Case, entry: Entry, probed: bool | None) -> str
         return reason
     instance = state.cluster.get(entry.iid)
     assert instance is not None
-    profile = state.profiles.of(entry.iid, instance.models[entry.model])
+    profile = profile_of(instance, instance.models[entry.model], state.profiles)
     tokens = max(1, state.profiles.prompt_tokens(entry.model, request.prompt_bytes) - entry.kv_tokens)
     # Consumed together with the overlay's entry and before the answer: a second call of the session cannot have it too.
     turn.lease_event("consumed", entry, rid=request.rid)

@@ -2,7 +2,7 @@
 
 One board per model that was ever asked for. What changed since the last decision (a snapshot, a charge of ours) is
 evaluated anew when the model is asked for next, and nothing else is. Averages over all instances (`Profiles`) reach a
-place with its next snapshot or charge: they move slowly, and every completion moves them.
+place with a later snapshot (`cluster.LEARN_S` at most): they move slowly, and every completion moves them.
 """
 
 from __future__ import annotations

@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 
 from talaria_common.freshness import Health, health_of, supersedes
 from talaria_common.wire import ClusterView, InstanceView, ModelState, Snapshot
+from talaria_router.profiles import Profile
 
 SILENT_HEARTBEATS = 1.5
 """The view counts as silent after this many heartbeats."""
+LEARN_S = 5.0
+"""What others taught of a model's costs reaches an instance that is idle at least this often."""
 GATHER_HEARTBEATS = 1.25
 """After a start, by this long every living instance has been heard once, in deltas or directly."""
 
@@ -32,6 +35,11 @@ class Instance:
     reported: Health = "ok"
     """What telemetry thinks of it; our own clock may think worse."""
     models: dict[str, ModelState] = field(default_factory=dict)
+    calls: int = 0
+    """That the snapshot counts, all models."""
+    profiles: dict[str, Profile] = field(default_factory=dict)
+    """What its models cost there as far as anyone asked, since `learnt_at`."""
+    learnt_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -203,11 +211,12 @@ class Cluster:
                 old.seen_at = max(old.seen_at, seen_at)
             return False
         reported = view.health if view else "ok"
-        if old is not None and _same_load(old.snapshot, snapshot):
+        if old is not None and now - old.learnt_at < LEARN_S and _same_load(old.snapshot, snapshot):
             old.snapshot, old.seen_at, old.reported = snapshot, seen_at, reported
             return True
         models = {m.name: m for m in snapshot.models}
-        self._instances[iid] = Instance(snapshot, seen_at, reported, models)
+        load = sum(m.queued + m.running for m in snapshot.models)
+        self._instances[iid] = Instance(snapshot, seen_at, reported, models, load, learnt_at=now)
         self.changed.add(iid)
         for name, model in models.items():
             if model.state == "active":

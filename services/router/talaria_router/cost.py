@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from talaria_common.wire import ModelState, Snapshot, kv_residence
+from talaria_common.wire import ModelState, kv_residence
 from talaria_router.cluster import Instance
 from talaria_router.overlay import ModelOverlay, Overlay
 from talaria_router.profiles import Profile, Profiles
@@ -129,7 +129,7 @@ def place_of(
     """
     snapshot = instance.snapshot
     iid = snapshot.iid
-    profile = profiles.of(iid, model)
+    profile = profile_of(instance, model, profiles)
     charge = overlay.of(iid, model.name)
     act_ms = activation_ms(model, profile)
     calls, queued = system_load(model, charge)
@@ -137,27 +137,36 @@ def place_of(
     queue_ms = (model.queued_tokens + charge.tokens) * profile.prefill_ms_per_token
     queue_ms += lease_ms + snapshot.deadline_risk * profile.return_ms
     queue_ms += batch_wait_ms(model, calls, profile)
-    round_ms = round_wait_ms(snapshot, model, overlay, profiles)
-    peers = min(calls, model.max_running) if model.max_running else calls
-    wait_ms = queue_ms + round_ms + (profile.switch_ms if model.state == "host" else 0.0)
-    return Place(
-        iid=iid,
-        instance=instance,
-        model=model,
-        unready=unready(instance, model),
-        base_ms=queue_ms + round_ms + peers * profile.decode_step_ms + act_ms,
-        act_ms=act_ms,
-        queue_ms=queue_ms,
-        round_ms=round_ms,
-        wait_ms=wait_ms,
-        prefill_ms_per_token=profile.prefill_ms_per_token,
-        restore_ms_per_token=profile.restore_ms_per_token,
-        calls=sum(m.queued + m.running for m in snapshot.models) + overlay.calls_on(iid),
-        queued=queued,
-        floor_ms=wait_ms - max(0.0, lease_ms - lease_cap_ms),
-        full=0 < snapshot.max_queued <= queued,
-        measured=profile.measured,
+    round_ms = round_wait_ms(instance, model, overlay, profiles)
+    switch_ms = profile.switch_ms if model.state == "host" else 0.0
+    wait_ms = queue_ms + round_ms + switch_ms
+    peers = calls if not 0 < model.max_running < calls else model.max_running
+    return Place(  # by position: this runs for every change of every instance
+        iid,
+        instance,
+        model,
+        unready(instance, model),
+        queue_ms + round_ms + peers * profile.decode_step_ms + act_ms,
+        act_ms,
+        queue_ms,
+        round_ms,
+        wait_ms,
+        profile.prefill_ms_per_token,
+        profile.restore_ms_per_token,
+        instance.calls + overlay.calls_on(iid),
+        queued,
+        wait_ms - lease_ms + lease_cap_ms if lease_ms > lease_cap_ms else wait_ms,
+        0 < snapshot.max_queued <= queued,
+        profile.measured,
     )
+
+
+def profile_of(instance: Instance, model: ModelState, profiles: Profiles) -> Profile:
+    """What the model costs there, worked out once per snapshot."""
+    found = instance.profiles.get(model.name)
+    if found is None:
+        found = instance.profiles[model.name] = profiles.of(instance.snapshot.iid, model)
+    return found
 
 
 def unready(instance: Instance, model: ModelState | None) -> str:
@@ -211,10 +220,13 @@ def activation_ms(model: ModelState, profile: Profile) -> float:
 
 def system_load(model: ModelState, charge: ModelOverlay) -> tuple[int, int]:
     """(calls in the system, calls waiting) of one model: snapshot, corrected by what happened since."""
-    calls = max(0, model.queued + model.running - charge.ended) + charge.calls
-    room = max(0, model.max_running - model.running + charge.ended) if model.max_running else 0
-    waiting = max(0, model.queued - charge.ended)
-    return calls, max(0, waiting + charge.calls - (room if waiting == 0 else 0))
+    calls = model.queued + model.running - charge.ended
+    calls = charge.calls if calls < 0 else calls + charge.calls
+    waiting = model.queued - charge.ended
+    if waiting > 0:
+        return calls, waiting + charge.calls
+    room = model.max_running - model.running + charge.ended if model.max_running else 0
+    return calls, max(0, charge.calls - max(0, room))
 
 
 def batch_wait_ms(model: ModelState, calls: int, profile: Profile) -> float:
@@ -225,8 +237,9 @@ def batch_wait_ms(model: ModelState, calls: int, profile: Profile) -> float:
     return (calls - model.max_running + 1) * per_place
 
 
-def round_wait_ms(snapshot: Snapshot, model: ModelState, overlay: Overlay, profiles: Profiles) -> float:
+def round_wait_ms(instance: Instance, model: ModelState, overlay: Overlay, profiles: Profiles) -> float:
     """Wait until the round reaches a model that is not active: the running slot, then the other models with work."""
+    snapshot = instance.snapshot
     if model.state == "active" or len(snapshot.models) < 2:
         return 0.0
     active_ms = other_ms = 0.0
@@ -238,7 +251,7 @@ def round_wait_ms(snapshot: Snapshot, model: ModelState, overlay: Overlay, profi
         charged_calls, charged_tokens = (charge.calls, charge.tokens) if charge is not None else (0, 0)
         if not (other.queued or other.running or charged_calls):
             continue
-        profile = profiles.of(snapshot.iid, other)
+        profile = profile_of(instance, other, profiles)
         prefill = (other.queued_tokens + charged_tokens) * profile.prefill_ms_per_token
         work = min(SLOT_CAP_MS, prefill + profile.output_tokens * profile.decode_step_ms)
         if other.state == "active":
