@@ -341,6 +341,7 @@ class SlotScheduler:
         other, slot = self._next_other(), self._slot
         if slot is None:
             return [RunSwitch(other)] if other else []
+        slot.lingering = slot.plan is not None and not self._queues[slot.model].running
         slot.tick(now)
         slot.lingering = False
         if other is None:
@@ -353,7 +354,6 @@ class SlotScheduler:
         if slot.unsettled:
             return [RunStep(slot.model, _NOTHING)]  # so that no dropped call is carried over a switch
         if move == "linger":
-            slot.lingering = True
             return []
         return [self._close(now, slot, move), RunSwitch(other)]
 

@@ -18,7 +18,12 @@ def make_call(rid: str, ids: list[int], model: str = "a", new: int = 4, **kw) ->
 
 class Rig:
     def __init__(
-        self, models: tuple[str, ...] = ("a", "b"), slot_ms: float = 200.0, drain_ms: float = 50.0, **sim
+        self,
+        models: tuple[str, ...] = ("a", "b"),
+        slot_ms: float = 200.0,
+        drain_ms: float = 50.0,
+        config: SlotConfig | None = None,
+        **sim,
     ) -> None:
         self.clock = ManualClock()
         defaults = {"ttft_ms": 5.0, "decode_step_ms": 10.0, "switch_ms": 20.0}
@@ -26,7 +31,7 @@ class Rig:
             id="i-0", engine="sim", models=models, page_size=4, sim=SimSettings(**(defaults | sim))
         )
         self.engine = SimEngine(self.instance, self.clock)
-        self.driver = SlotDriver(self.engine, SlotConfig(slot_ms, drain_ms), self.clock)
+        self.driver = SlotDriver(self.engine, config or SlotConfig(slot_ms, drain_ms), self.clock)
         self.reports: list[Report] = []
         self.at: list[float] = []
         """Time of each report, ms from the start."""
