@@ -311,6 +311,23 @@ def trace_check(file: Annotated[Path, typer.Argument(help="A trace.")]) -> None:
 
 
 @app.command()
+def rounds(  # noqa: PLR0917 - typer makes each argument an option
+    log: Annotated[
+        Path | None, typer.Argument(help="A recorded log (`talaria tap --json -k round`); none: live.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="With a log: draw its timeline here, as SVG.")] = None,
+    scale: Annotated[float, typer.Option("--scale", min=0.1, help="Milliseconds per letter.")] = 50.0,
+    config: Config = None,
+    bus: BusUrl = "",
+    state_dir: StateDir = STATE,
+) -> None:
+    """Watch the rounds of cold instances: each slot's phases, what entered and what waits; or draw them from a log."""
+    from talaria_cli.rounds import run_rounds
+
+    raise SystemExit(run_rounds(log, out, scale, config, bus, state_dir))
+
+
+@app.command()
 def version() -> None:
     """Versions of Talaria and of what it runs on."""
     from talaria_cli.version import run_version
