@@ -171,16 +171,14 @@ def grown(random, driver, model, fresh):
     return fresh(random.randint(1, 140))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_life(engine, driver, references, new_prompt, seed):
+def random_life(engine, driver, references, fresh, seed, *, stage=False):
     """Random submits, admissions, aborts and switches over the host: tokens are exact, and nothing leaks."""
     random, aborted = Random(seed), set()
-    suspended = switches = 0
-    before = engine.host_kv_stats().counts.restored
+    counted = dict.fromkeys(("switches", "suspended", "retracted", "staged"), 0)
     for _ in range(160):
         what, model = random.random(), random.choice(MODELS)
         if what < 0.18:
-            driver.submit(model, grown(random, driver, model, new_prompt), random.randint(1, 14))
+            driver.submit(model, grown(random, driver, model, fresh), random.randint(1, 14))
         elif what < 0.23:
             calls = [r for r, o in driver.outputs.items() if not o.finished and r not in aborted]
             if calls:
@@ -188,8 +186,12 @@ def test_random_life(engine, driver, references, new_prompt, seed):
                 assert engine.abort(victim)
         elif what < 0.33:
             timing = engine.switch(model)
-            switches += timing.path != "none"
-            suspended += timing.suspended
+            counted["switches"] += timing.path != "none"
+            counted["suspended"] += timing.suspended
+            counted["retracted"] += timing.retracted
+            counted["staged"] += timing.d2d_bytes > 0
+        elif what < 0.43 and stage:
+            engine.stage(model)
         elif engine.active is not None:
             waiting = engine.waiting(engine.active)
             some = frozenset(random.sample(waiting, random.randint(0, len(waiting))))
@@ -199,10 +201,39 @@ def test_random_life(engine, driver, references, new_prompt, seed):
         driver.drain(model)
     engine.check_idle()
     done = [o for rid, o in driver.outputs.items() if rid not in aborted]
-    assert switches > 3
-    assert suspended > 0
-    assert engine.host_kv_stats().counts.restored > before
+    assert counted["switches"] > 3
     assert len(done) > 10
     for out in done:
         assert out.finished == "length"
         assert_greedy(references[out.model], out.prompt, out.ids)
+    return counted
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_life(engine, driver, references, new_prompt, seed):
+    before = engine.host_kv_stats().counts.restored
+    counted = random_life(engine, driver, references, new_prompt, seed)
+    assert counted["suspended"] > 0
+    assert counted["retracted"] == 0
+    assert engine.host_kv_stats().counts.restored > before
+
+
+def test_random_life_with_staging_and_canaries_in_a_small_pool(make_engine, driver_for, references, new_prompt):
+    """All of the memory substrate at once: leased tails, evicted blocks, refused ones, retracts for want of room."""
+    from talaria_gpu.engine.sglang.spec import HostKvOptions, MemoryOptions
+
+    engine = make_engine(
+        *MODELS,
+        kv_tokens=640,
+        memory=MemoryOptions(staging=True, chunk_bytes=64 << 10, canary_every=2),
+        host_kv=HostKvOptions(capacity_bytes=2 * MIB),
+    )
+    counted = dict.fromkeys(("switches", "suspended", "retracted", "staged"), 0)
+    for seed in (3, 4):
+        for what, count in random_life(engine, driver_for(engine), references, new_prompt, seed, stage=True).items():
+            counted[what] += count
+    assert counted["suspended"] > 0
+    assert counted["staged"] > 0
+    counts = engine.host_kv_stats().counts
+    assert counts.restored > 0
+    assert counts.evicted > 0
