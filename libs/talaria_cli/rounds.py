@@ -18,9 +18,9 @@ from talaria_common.errors import BusError
 from talaria_common.settings import SettingsError
 
 
-def run_rounds(
+def run_rounds(  # noqa: PLR0917 - the command's options
     log: Path | None, out: Path | None, ms_per_letter: float, config: Path | None, bus: str, state: Path
-) -> int:  # noqa: E501, PLR0917 - the command's options
+) -> int:
     """With `log`: draw it into `out`, or print it; else print live slots until interrupted. Returns the exit code."""
     if log is not None:
         return _recorded(log, out, ms_per_letter)
