@@ -142,7 +142,7 @@ class InstanceSettings(_Section):
     )
     emulate_kv_d2h_gbps: float | None = Field(None, gt=0, description="the same for KV on its way to the host")
     staging: bool = Field(
-        False, description="the next model's weights are staged in idle device memory while the active one serves"
+        True, description="the next model's weights are staged in idle device memory while the active one serves"
     )
     staging_chunk_mib: int = Field(4, ge=1, description="bytes of weights that are staged at a time")
     host_weights_mib: int | None = Field(

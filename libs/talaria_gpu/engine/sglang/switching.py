@@ -21,6 +21,8 @@ from talaria_gpu.weights.store import WeightStore
 
 LEAST_STRETCH_BYTES = 64 << 10
 """Shorter stretches of idle KV are not worth a copy."""
+NO_ROOM_S = 0.2
+"""Before it is looked again for room that was not there: looking waits for the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Switcher:
         self._pinned: str | None = None
         """The model whose image is pinned because it is in the buffer: a failed switch must find the way back."""
         self._switches = 0
+        self._no_room_until = 0.0
 
     # --- staging
 
@@ -68,7 +71,7 @@ class Switcher:
             if self._staging.target is target:
                 return
             self.cancel()
-        if not self.store.prefetch(target.info.name):
+        if time.perf_counter() < self._no_room_until or not self.store.prefetch(target.info.name):
             return
         allocator = source.scheduler.token_to_kv_pool_allocator
         plan = stage_plan(
@@ -80,6 +83,7 @@ class Switcher:
             least_bytes=LEAST_STRETCH_BYTES,
         )
         if not plan.chunks:
+            self._no_room_until = time.perf_counter() + NO_ROOM_S
             return
         stager = Stager(
             target.info.name,
