@@ -3,8 +3,8 @@
     python -m bench.router [--quick] [--runs N]
 
 Timed is what lies between a decoded ask and the bytes to publish: `RouterCore.handle`, the encoded reply and events.
-Meanwhile snapshots come: every 0.5 s of the rig's clock a delta with all instances, outside of the timing, though what a
-decision must evaluate anew because of it is inside. The load is steady at about three calls per instance; half of the
+Meanwhile snapshots come: every 0.5 s of the rig's clock a delta with all instances, outside of the timing, though what
+a decision must evaluate anew because of it is inside. The load is steady at about three calls per instance; half of the
 asks are returns within tau, which consume a lease, half are of other sessions, ranked by cost.
 
 decision_p50_us_N     a ranked decision with N instances, median over the decisions of a run; also p99
@@ -158,7 +158,7 @@ def remember(world: World, sessions: int) -> None:
     for n in range(sessions):
         session = hash_id("local", f"old {n}")
         completion = Completion(
-            iid=world.iids[n % len(world.iids)], epoch="e", rid=f"{n:030x}ff", attempt=0, router="router-1",
+            iid=world.iids[n % len(world.iids)], epoch="e", rid=f"f{n:031x}", attempt=0, router="router-1",
             router_epoch="e1", seq=n + 1, partition=0, tenant="local", session=session, model=MODEL, ok=True,
             prompt_tokens=15_000, completion_tokens=200, kv_tokens=15_200, prefix_handle=hash_id(session), kv_epoch=1,
             at_ms=to_ms(world.now),
