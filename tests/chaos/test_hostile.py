@@ -20,6 +20,7 @@ from talaria_common.wire import (
     Cancel,
     ForwardHead,
     ForwardReply,
+    ModelState,
     Snapshot,
     decode,
     encode,
@@ -203,7 +204,11 @@ async def test_a_part_that_stands_still_costs_time_only(running: Mesh, part: str
 async def heard_on(bus: NatsBus, it: Mesh) -> dict[str, Message]:
     """One real message of each subject."""
     found: dict[str, Message] = {}
-    sub = await bus.subscribe("talaria.v1.>", lambda m: found.setdefault(m.subject, m))
+
+    def keep(message: Message) -> None:
+        found.setdefault(message.subject, message)
+
+    sub = await bus.subscribe("talaria.v1.>", keep)
     await bus.flush()
     for model in MODELS:
         await call(it, model, f"heard-{model}")
@@ -246,6 +251,21 @@ async def test_garbage_on_every_subject_ends_nothing(running: Mesh) -> None:
     await bus.flush()
     await bus.close()
     await asyncio.sleep(2.0)  # heartbeats with what was taken in; what was wrongly believed fades
+    await all_well(running)
+
+
+async def test_a_snapshot_without_measure_ends_nothing(running: Mesh) -> None:
+    """It fits the schema but for its size; once let in it would fail every decision and every heartbeat."""
+    bus = await running.bus()
+    model = ModelState(name="model-a", state="host", context_tokens=4096, max_running=8, queued=7777)
+    snapshot = Snapshot(iid="stranger", epoch="e", version=1, at_ms=1, pool="cold", status="ready", models=(model,))
+    await bus.publish("talaria.v1.snapshot.stranger", encode(snapshot).replace(b"7777", HUGE.encode()))
+    views: asyncio.Queue[Message] = asyncio.Queue()
+    await bus.subscribe("talaria.v1.cluster", views.put_nowait)
+    await bus.flush()
+    for _ in range(2):
+        await asyncio.wait_for(views.get(), 5)
+    await bus.close()
     await all_well(running)
 
 
