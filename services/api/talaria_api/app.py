@@ -28,7 +28,7 @@ COMPLETIONS_PATH = "/v1/completions"
 CALLS = {CHAT_PATH: "chat", COMPLETIONS_PATH: "completions"}
 
 
-def build(parts: Parts, readiness: Readiness) -> FastAPI:
+def build(parts: Parts, readiness: Readiness) -> Front:
     """The application over `parts`. Whoever serves it also attaches the link to the bus."""
     app = FastAPI(title="Talaria", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     calls: dict[str, ASGIApp] = {
@@ -41,9 +41,8 @@ def build(parts: Parts, readiness: Readiness) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(TalariaError, _talaria_error)
     app.add_exception_handler(Exception, _bug)
-    app.add_middleware(Front, parts=parts, calls=calls)
     openapi.install(app, keys=bool(parts.settings.auth.keys))
-    return app
+    return Front(app, parts, calls)
 
 
 def _models(app: FastAPI, parts: Parts) -> None:
@@ -135,8 +134,8 @@ async def _bug(_: Request, error: Exception) -> Response:
 class Front:
     """Sends calls straight to their endpoints, which count themselves, and counts all other requests.
 
-    The routes of the calls stay in the application for what is not a POST; the layers between here and there would
-    only cost time.
+    It stands before the framework and all its layers, which would only cost time. The routes of the calls stay in the
+    application for what is not a POST.
     """
 
     def __init__(self, app: ASGIApp, parts: Parts, calls: dict[str, ASGIApp]) -> None:

@@ -21,7 +21,7 @@ from talaria_api.link import Link, LiveCall, Sink
 from talaria_api.messages import ClientGone, Facts, Limits
 from talaria_api.metrics import ApiMetrics
 from talaria_api.peers import Peers
-from talaria_api.protocol import ABORT
+from talaria_api.protocol import EDGE, EdgeProtocol
 from talaria_api.render import KEEP_ALIVE, Answer, StreamWriter, Whole
 from talaria_api.sessions import SessionRef, identify
 from talaria_api.sinks import FrameQueue, Gatherer
@@ -31,7 +31,7 @@ from talaria_common.clock import Clock
 from talaria_common.errors import ContextLengthError, ModelNotFoundError, TalariaError
 from talaria_common.ids import new_rid
 from talaria_common.settings import Settings
-from talaria_common.wire import TRACE_HEADER
+from talaria_common.wire import TRACE_HEADER, Frame
 
 log = structlog.get_logger(__name__)
 
@@ -106,6 +106,11 @@ class CallEndpoint:
             await self._serve(scope, receive, it)
         except TalariaError as e:
             await it.fail(e)
+        except Exception as e:
+            log.exception("unexpected error", error=repr(e))
+            if it.started:
+                raise  # the server closes the connection: the client must not take this for an end
+            await it.fail(TalariaError("an unexpected error happened; it was logged"))
         finally:
             self._parts.metrics.request(self._name, it.status or 499)
 
@@ -127,12 +132,16 @@ class CallEndpoint:
         it.began = asyncio.get_running_loop().time()
         call = Call(self._facts(it.rid, request, tenant, session, deadline), p.limits, p.peers)
         answer = Answer(it.rid, request, int(time.time()))
-        open_call = partial(self._open, call, body, _trace(headers), receive)
+        edge: EdgeProtocol | None = (scope.get("extensions") or {}).get(EDGE)
+        trace = _trace(headers)
+
+        def open_call(sink: Sink) -> _Watched:
+            return _Watched(p.link, LiveCall(call, sink, body, trace), receive, edge)
+
         p.metrics.started(len(body))
         try:
             if request.stream:
-                abort = (scope.get("extensions") or {}).get(ABORT, {}).get("call")
-                await self._stream(call, open_call, answer, abort, it)
+                await self._stream(call, open_call, answer, edge, it)
             else:
                 await self._whole(call, open_call, answer, it)
         finally:
@@ -182,9 +191,6 @@ class CallEndpoint:
 
     # --- the call
 
-    def _open(self, call: Call, body: bytes, trace: str, receive: Receive, sink: Sink) -> _Watched:
-        return _Watched(self._parts.link, LiveCall(call, sink, body, trace), receive)
-
     async def _whole(self, call: Call, open_call: _OpenCall, answer: Answer, it: _Exchange) -> None:
         whole = Whole(answer)
         sink = Gatherer(whole)
@@ -202,12 +208,16 @@ class CallEndpoint:
         await it.whole(200, [], whole.body())
 
     async def _stream(
-        self, call: Call, open_call: _OpenCall, answer: Answer, abort: Callable[[], None] | None, it: _Exchange
+        self, call: Call, open_call: _OpenCall, answer: Answer, edge: EdgeProtocol | None, it: _Exchange
     ) -> None:
-        queue = FrameQueue(self._parts.settings.api.max_pending_frames, abort)
+        s = self._parts.settings.api
+        queue = FrameQueue(s.max_pending_frames, None if edge is None else edge.abort)
+        writer = StreamWriter(answer)
+        if edge is not None:
+            queue.direct, queue.quiet_s = partial(_write_now, edge, writer, it), s.keepalive_s
         try:
             async with open_call(queue):
-                await self._pump(call, queue, StreamWriter(answer), it)
+                await self._pump(call, queue, writer, it)
         finally:
             queue.close()
             self._first_token(queue.first_at, it)
@@ -266,10 +276,22 @@ class CallEndpoint:
         )
 
 
+def _write_now(edge: EdgeProtocol, writer: StreamWriter, it: _Exchange, frame: Frame) -> bool:
+    """Write a delta without a task's turn, if that can be done without waiting."""
+    if not it.started or not edge.writable():
+        return False
+    data = writer.frame(frame)
+    if data:
+        it.sent_bytes += len(data)
+        edge.write_now(data)
+    return True
+
+
 class _Watched:
     """Runs a call while watching for the client to go away; leaving before its end cancels it."""
 
-    def __init__(self, link: Link, live: LiveCall, receive: Receive) -> None:
+    def __init__(self, link: Link, live: LiveCall, receive: Receive, edge: EdgeProtocol | None) -> None:
+        self._edge = edge
         self._link = link
         self._live = live
         self._receive = receive
@@ -277,18 +299,26 @@ class _Watched:
 
     async def __aenter__(self) -> None:
         self._link.open(self._live)
-        self._task = asyncio.create_task(self._watch())
+        if self._edge is not None:
+            self._edge.watch(self._gone)
+        else:  # another ASGI server
+            self._task = asyncio.create_task(self._watch())
 
     async def __aexit__(self, *_: object) -> None:
+        if self._edge is not None:
+            self._edge.watch(None)
         if self._task is not None:
             self._task.cancel()
         self._link.feed(self._live, ClientGone())  # does nothing if the call has ended
+
+    def _gone(self) -> None:
+        self._link.feed(self._live, ClientGone())
 
     async def _watch(self) -> None:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self._link.feed(self._live, ClientGone())
+                self._gone()
                 return
 
 

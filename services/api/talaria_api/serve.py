@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Generator
 
 import structlog
 import uvicorn
-from fastapi import FastAPI
 
 from talaria_api.app import build
 from talaria_api.auth import Authenticator
@@ -67,7 +66,7 @@ class Api:
         self.parts = Parts(
             settings, self.clock, self.link, peers, self.cluster, metrics, Authenticator(settings.auth), limits, epoch
         )
-        self.app: FastAPI = build(self.parts, self.readiness)
+        self.app = build(self.parts, self.readiness)
 
 
 class Server(uvicorn.Server):
@@ -91,6 +90,7 @@ def server(api: Api) -> Server:
             http=EdgeProtocol,
             ws="none",
             lifespan="off",
+            proxy_headers=False,
             log_config=None,
             access_log=False,
             server_header=False,

@@ -19,6 +19,8 @@ class FrameQueue:
 
     `abort`: drops the connection. Called when the call has failed while the writer is stuck in a write: at once if the
     client's slowness is the failure, else after STALL_GRACE_S.
+
+    `direct`, once set, is offered each delta that nothing waits before. True: it has been written; the nudge moves.
     """
 
     def __init__(self, limit: int, abort: Callable[[], None] | None = None) -> None:
@@ -27,6 +29,9 @@ class FrameQueue:
         self.first_at: float | None = None
         """Loop time of the first frame."""
         self.writing = False
+        self.direct: Callable[[Frame], bool] | None = None
+        self.quiet_s = 0.0
+        """From a frame written by `direct` to the next nudge."""
         self._abort = abort
         self._abort_timer: asyncio.TimerHandle | None = None
         self._limit = limit
@@ -42,6 +47,11 @@ class FrameQueue:
             return False
         if self.first_at is None:
             self.first_at = self._loop.time()
+        alone = not self._frames and not self.writing and frame.kind == "delta"
+        # Between two tokens the pump does nothing but wait: no need to wake it.
+        if alone and self.direct is not None and self.direct(frame):
+            self._nudge_at = self._loop.time() + self.quiet_s
+            return True
         self._frames.append(frame)
         self._wake()
         return True
