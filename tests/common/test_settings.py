@@ -51,6 +51,8 @@ def test_the_defaults_are_those_of_the_design():
         ({"api": {"id": "a.b"}}, ["api.id", "'a.b'", "letters"]),
         ({"api": {"host": "0.0.0.0"}}, ["api.host", "'0.0.0.0'", "auth.keys"]),
         ({"mesh": {"heartbeat_s": 0}}, ["mesh.heartbeat_s", "0", "greater than 0"]),
+        ({"mesh": {"heartbeat_s": float("inf")}}, ["mesh.heartbeat_s", "inf", "finite"]),
+        ({"api": {"request_timeout_s": float("inf")}}, ["api.request_timeout_s", "inf", "finite"]),
         ({"log": {"level": "loud"}}, ["log.level", "'loud'", "'debug'"]),
         ({"models": {"x": {}}}, ["models.x", "path"]),
         ({"models": {"a b": {"source": "smollm2"}}}, ["models.a b", "letters"]),
