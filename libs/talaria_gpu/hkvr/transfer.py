@@ -68,8 +68,15 @@ def host_to_device(kv: DeviceKv, pool: torch.Tensor, pieces: Sequence[Piece]) ->
                 rows[run.first_row : run.first_row + run.tokens].view(source.shape).copy_(source, non_blocking=True)
             else:
                 moved = source.reshape(run.tokens, width).to(rows.device, non_blocking=True)
-                rows.index_copy_(0, run.rows.to(rows.device, non_blocking=True), moved)
+                into, moved = _wide(rows, moved)
+                into.index_copy_(0, run.rows.to(rows.device, non_blocking=True), moved)
     return _bytes(kv, pieces)
+
+
+def _wide(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same rows as 8-byte words where all are made of such: torch scatters element by element."""
+    aligned = all(rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0 for rows in both)
+    return tuple(rows.view(torch.int64) for rows in both) if aligned else both
 
 
 def _bytes(kv: DeviceKv, pieces: Sequence[Piece]) -> int:
