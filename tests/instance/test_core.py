@@ -280,7 +280,6 @@ def test_impossible_token_has_a_number_that_json_can_say(rig, build, key):
     assert first.logprobs[0].top[0].logprob == -9999.0
 
 
-
 @pytest.mark.parametrize(
     ("finished", "error", "retryable"),
     [("error", EngineError, True), ("abort", EngineError, True), ("deadline", DeadlineError, False)],
