@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from talaria_common.settings import DEFAULT_FILE, Settings, SettingsError, load
+from talaria_router.policies import policy
 
 
 def remarks(settings: Settings) -> list[str]:
@@ -28,11 +29,19 @@ def remarks(settings: Settings) -> list[str]:
     return found
 
 
+def _check_policy(settings: Settings) -> None:
+    try:
+        policy(settings.router.policy)
+    except ValueError as e:
+        raise SettingsError([str(e)]) from e
+
+
 def run_config_check(file: Path | None) -> int:
     """Print mistakes to stderr, remarks and a summary to stdout; returns the exit code."""
     name = file or os.environ.get("TALARIA_CONFIG") or DEFAULT_FILE
     try:
         settings = load(file)
+        _check_policy(settings)
     except SettingsError as e:
         for problem in e.problems:
             print(f"error: {problem}", file=sys.stderr)

@@ -61,6 +61,14 @@ def test_config_check_of_a_good_file_remarks_what_looks_wrong(tmp_path: Path) ->
     assert "cold-0 (cold, sim on cpu)" in result.output
 
 
+def test_config_check_knows_the_policies(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text('[router]\npolicy = "nope"\n')
+    result = RUN.invoke(app, ["config", "check", str(file)])
+    assert result.exit_code == 1
+    assert "router.policy = 'nope': there are talaria, least-pressure" in result.output
+
+
 def test_config_check_of_a_missing_file(tmp_path: Path) -> None:
     result = RUN.invoke(app, ["config", "check", str(tmp_path / "none.toml")])
     assert result.exit_code == 1
