@@ -5,6 +5,7 @@ https://www.w3.org/TR/trace-context/
 
 from __future__ import annotations
 
+import random
 import re
 import secrets
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 from talaria_common.wire.base import TRACE_HEADER
 
+_ids = random.Random(secrets.randbits(128))  # noqa: S311 - ids need no secrecy
+"""The system's own generator would cost a system call per id."""
 _HEADER = re.compile(
     r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
 )
@@ -92,6 +95,6 @@ def add_to_log(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappi
 
 
 def _random_id(size: int) -> str:
-    while not int(value := secrets.token_hex(size), 16):
+    while not (value := _ids.getrandbits(8 * size)):
         continue
-    return value
+    return f"{value:0{2 * size}x}"

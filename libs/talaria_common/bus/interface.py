@@ -128,6 +128,13 @@ class Bus(Protocol):
         """Send and forget. Raises PayloadTooLargeError above the limit, BusError when closed."""
         ...
 
+    def post(self, to: str | Message, data: bytes) -> bool:
+        """Publish on a subject, or answer a request, if that can be done at once; raises as `publish`.
+
+        False: nothing was sent; `publish` or `respond` will do it, perhaps after waiting for the socket.
+        """
+        ...
+
     async def request(self, subject: str, data: bytes, *, timeout_s: float, headers: Headers | None = None) -> Message:
         """Send and wait for one answer.
 

@@ -203,6 +203,14 @@ class MemoryBus:
         """Send and forget."""
         self._send(Message(names.check_subject(subject), data, dict(headers or {}), None))
 
+    def post(self, to: str | Message, data: bytes) -> bool:
+        """Publish or answer at once."""
+        if isinstance(to, str):
+            self._send(Message(names.check_subject(to), data, {}, None))
+        elif to.reply is not None:
+            self._send(Message(to.reply, data, {}, None))
+        return True
+
     async def request(self, subject: str, data: bytes, *, timeout_s: float, headers: Headers | None = None) -> Message:
         """Send and wait for one answer."""
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()

@@ -29,7 +29,9 @@ class Sender:
         self._failing = False
 
     def put(self, to: str | Message, message: msgspec.Struct) -> None:
-        """Publish on the subject `to`, or answer the request `to`."""
+        """Publish on the subject `to`, or answer the request `to`: at once if nothing waits, without a task's turn."""
+        if self._empty.is_set() and self._posted(to, message):
+            return
         self._queue.append((to, message))
         self._empty.clear()
         self._wake.set()
@@ -48,6 +50,15 @@ class Sender:
                 await self._send(to, message)
             self._empty.set()
 
+    def _posted(self, to: str | Message, message: msgspec.Struct) -> bool:
+        try:
+            posted = self._bus.post(to, encode(message))
+        except TalariaError as e:
+            self._lost(message, e)
+            return True
+        self._failing = self._failing and not posted
+        return posted
+
     async def _send(self, to: str | Message, message: msgspec.Struct) -> None:
         try:
             data = encode(message)
@@ -56,10 +67,13 @@ class Sender:
             else:
                 await self._bus.respond(to, data)
         except TalariaError as e:
-            # Frames and completions may be lost: a seq gap or the snapshots tell the other side.
-            self._refused(type(message).__name__)
-            if not self._failing:
-                log.warning("the bus does not take messages", error=e.message, message=type(message).__name__)
-            self._failing = True
+            self._lost(message, e)
         else:
             self._failing = False
+
+    def _lost(self, message: msgspec.Struct, error: TalariaError) -> None:
+        """Frames and completions may be lost: a seq gap or the snapshots tell the other side."""
+        self._refused(type(message).__name__)
+        if not self._failing:
+            log.warning("the bus does not take messages", error=error.message, message=type(message).__name__)
+        self._failing = True

@@ -82,6 +82,7 @@ class RouterShell:
         self._bus = bus
         self._clock = clock
         self._outbox: deque[tuple[Message | str, bytes]] = deque()
+        self._sending = False
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._subs: list[Subscription] = []
@@ -188,9 +189,9 @@ class RouterShell:
         for effect in effects:
             if isinstance(effect, Reply):
                 assert isinstance(effect.to, Message)
-                self._outbox.append((effect.to, encode(effect.reply)))
+                self._say(effect.to, encode(effect.reply))
             elif isinstance(effect, Emit):
-                self._outbox.append((subjects.event(effect.event.kind, self.name), encode(effect.event)))
+                self._say(subjects.event(effect.event.kind, self.name), encode(effect.event))
             elif isinstance(effect, Dirty):
                 self._writer.mark(effect.key)
             elif isinstance(effect, Load):
@@ -203,11 +204,21 @@ class RouterShell:
                 assert isinstance(effect, Follow)
                 self._follow = effect.on
                 self.spawn(self._follow_snapshots())
-        if self._outbox:
-            self._wake.set()
+
+    def _say(self, to: Message | str, data: bytes) -> None:
+        """Send at once if nothing waits, else in turn. What cannot be sent is lost: asks are asked again."""
+        if not self._outbox and not self._sending:
+            try:
+                if self._bus.post(to, data):
+                    return
+            except BusError as e:
+                self._unsent(to, e)
+                return
+        self._outbox.append((to, data))
+        self._wake.set()
 
     async def _send(self) -> None:
-        """Everything that goes out, in order. A message that cannot be sent is lost: asks are asked again."""
+        """What could not go out at once, in order."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -216,13 +227,20 @@ class RouterShell:
     async def _send_all(self) -> None:
         while self._outbox:
             to, data = self._outbox.popleft()
+            self._sending = True
             try:
                 if isinstance(to, Message):
                     await self._bus.respond(to, data)
                 else:
                     await self._bus.publish(to, data)
             except BusError as e:
-                log.debug("not sent", to=to if isinstance(to, str) else to.subject, error=e.message)
+                self._unsent(to, e)
+            finally:
+                self._sending = False
+
+    @staticmethod
+    def _unsent(to: Message | str, error: BusError) -> None:
+        log.debug("not sent", to=to if isinstance(to, str) else to.subject, error=error.message)
 
     async def _load(self, key: str) -> None:
         record: SessionRecord | None = None
