@@ -58,6 +58,8 @@ class TelemetryShell:
         registry.register(InstanceCollector(self.core, clock))
         self._outbox: deque[tuple[str, bytes]] = deque()
         self._wake = asyncio.Event()
+        self._unsaid = False
+        """A view was held back because the bus was away: the next one has to be full."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._subs: list[Subscription] = []
 
@@ -151,9 +153,13 @@ class TelemetryShell:
         self._handle(Present(key, presence))
 
     def _handle(self, message: Input) -> None:
+        if self._unsaid and self._bus.connected:  # a beat may come before the connection's own callback
+            self._unsaid = False
+            self.core.handle(self._clock.now(), Announce())
         for effect in self.core.handle(self._clock.now(), message):
             if isinstance(effect, Publish):
                 if not self._bus.connected:
+                    self._unsaid = True
                     continue  # it would be delivered after the reconnect, and its ages would be lies
                 self._outbox.append((subjects.CLUSTER, encode(effect.view)))
             else:
