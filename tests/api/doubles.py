@@ -232,7 +232,7 @@ class FakeInstance:
 async def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
     """Returns when `holds()`."""
     async with asyncio.timeout(timeout_s):
-        while not holds():  # noqa: ASYNC110 - what is waited for has no event, and needs none outside of tests
+        while not holds():
             await asyncio.sleep(0.01)
 
 
@@ -323,7 +323,7 @@ class Edge:
     async def ready(self, wanted: bool = True, timeout_s: float = 10.0) -> None:
         """Returns when /readyz says so."""
         async with asyncio.timeout(timeout_s):
-            while ((await self.http.get("/readyz")).status_code == 200) is not wanted:  # noqa: ASYNC110 - over HTTP
+            while ((await self.http.get("/readyz")).status_code == 200) is not wanted:
                 await asyncio.sleep(0.02)
 
 

@@ -46,8 +46,8 @@ def test_another_identity_salt_or_earlier_token_is_another_block():
 def test_growing_or_at_once_gives_the_same(ids, cuts):
     grown = BlockKeys(IDENTITY, "", 8)
     whole = block_keys(IDENTITY, "", ids, 8)
-    for cut in cuts:
-        cut = min(cut, len(ids))
+    for wanted in cuts:
+        cut = min(wanted, len(ids))
         assert grown.upto(ids, cut) == whole[: cut // 8]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,5 +79,5 @@ def test_no_two_cells_overlap_and_the_books_add_up(actions):
             assert pool.free_slabs == before + bool(moves)
         assert pool.check() == ""
         ends = sorted((c.offset, c.offset + c.size) for c in held)
-        assert all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(ends))
         assert pool.taken_bytes == sum(c.size for c in held)
