@@ -14,7 +14,9 @@ QWEN3, MLA = "tiny-qwen3-random", "tiny-mla-random"
 NOBODY: frozenset[str] = frozenset()
 
 
-@pytest.fixture(scope="module", params=[16, 1], ids=["page16", "page1"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(16, id="page16"), pytest.param(1, id="page1", marks=pytest.mark.soak)]
+)
 def engine(request, make_engine):
     return make_engine(QWEN3, MLA, page_size=request.param)
 

@@ -13,7 +13,9 @@ QWEN3, MLA = "tiny-qwen3-random", "tiny-mla-random"
 MODELS = (QWEN3, MLA)
 
 
-@pytest.fixture(scope="module", params=[16, 1], ids=["page16", "page1"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(16, id="page16"), pytest.param(1, id="page1", marks=pytest.mark.soak)]
+)
 def engine(request, make_engine):
     return make_engine(*MODELS, page_size=request.param, kv_tokens=512, max_running=3)
 

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.engine
 TURNS = 3
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in {"talaria", "round-only"} else pytest.mark.soak) for n in NAMES]
+)
 def test_sessions_get_the_same_tokens_in_rounds(name, make_engine, references) -> None:
     from talaria_gpu.engine.sglang.spec import HostKvOptions, MemoryOptions
 

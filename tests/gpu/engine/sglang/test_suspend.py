@@ -15,7 +15,9 @@ NOBODY: frozenset[str] = frozenset()
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module", params=[16, 1], ids=["page16", "page1"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(16, id="page16"), pytest.param(1, id="page1", marks=pytest.mark.soak)]
+)
 def engine(request, make_engine):
     from talaria_gpu.engine.sglang.spec import HostKvOptions
 
