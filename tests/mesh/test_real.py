@@ -109,7 +109,7 @@ async def test_thirty_sessions_over_three_models(running: Mesh) -> None:
     assert all(c.usage["completion_tokens"] == TOKENS == len(c.token_ids) for c in calls)
     assert 350 < max(c.usage["prompt_tokens"] for c in calls) < 600
 
-    assert after.switches - before.switches >= 20
+    assert after.switches - before.switches >= 5  # rounds are long here: session-prefill keeps sessions in their slot
     assert after.engine_restarts == 0, running.tail("cold-0")  # a leak found while idle would have ended the engine
     for r in runs:
         for a, b in pairwise(r):
