@@ -269,13 +269,17 @@ class NatsBus:
             await watch.stop()
         for task in list(self._tasks):
             task.cancel()
+        # RuntimeError: nats-py writes out its backlog on a transport that uvloop knows to be closed.
         try:
             if self._up:
                 await self._client.drain()
-        except (nats.errors.Error, OSError) as e:
+        except (nats.errors.Error, OSError, RuntimeError) as e:
             log.warning("the bus was not drained", error=str(e))
-        finally:
+        try:
             await self._client.close()
+        except (nats.errors.Error, OSError, RuntimeError) as e:
+            log.warning("the bus was not closed in order", error=str(e))
+        finally:
             self.faults.close()
 
     def forget(self, sub: _Sub) -> None:

@@ -115,8 +115,7 @@ class InstanceService:
             self._preparer.close()
             try:
                 await self._bus.close()
-            except (TalariaError, RuntimeError) as e:
-                # RuntimeError: nats-py writes out its backlog on a transport that uvloop knows to be closed.
+            except TalariaError as e:
                 log.warning("the bus was not closed in order", error=str(e))
 
     @staticmethod
