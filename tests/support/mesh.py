@@ -133,7 +133,7 @@ class Mesh:
         return f"--- {name}\n" + "\n".join(text)
 
     async def bus(self) -> NatsBus:
-        return await NatsBus.connect(self.nats_url, name="test")
+        return await NatsBus.connect(self.nats_url, name="test", timeout_s=20)  # a busy machine
 
     async def close(self) -> None:
         await self.http.aclose()
