@@ -238,6 +238,9 @@ class TestReadStream:
         for n in range(700):
             await bus.publish(f"e.{'odd' if n % 2 else 'even'}.x", str(n).encode())
         await bus.flush()
+        async with asyncio.timeout(10):  # the server stores what it has received a little later
+            while len([m async for m in bus.read_stream("EVENTS", "e.>")]) < 700:
+                await asyncio.sleep(0.02)
 
     async def test_everything_on_a_subject_in_order_and_then_it_ends(self, bus: Bus):
         await self.filled(bus)
