@@ -93,8 +93,8 @@ class Rig:
         request = self.to_prepare.pop(key)
         self.tell(m.Prepared(key, tokenise(request.body, request.head.endpoint, self.tokenizers[request.head.model])))
 
-    def said(self, report):
-        return self.tell(m.EngineSaid(self.core.engine.generation, report))
+    def said(self, *reports):
+        return self.tell(m.EngineSaid(self.core.engine.generation, reports))
 
     def engine_ready(self):
         self.tell(m.EngineStarting(self.core.engine.generation))

@@ -11,8 +11,8 @@ from talaria_common.errors import (
     UnavailableError,
 )
 from talaria_common.wire import Completion, ControlRequest, SeenPlacements, Snapshot, TokenBatch
-from talaria_gpu.engine.contract import ModelLoad, StepTokens, SwitchTiming
-from talaria_gpu.engine.ipc import Close, Closed, Fatal, Open, Opened, Progress, Refused, SlotEnded, Switched
+from talaria_gpu.engine.contract import ModelLoad, StepResult, StepTokens, SwitchTiming
+from talaria_gpu.engine.ipc import Close, Closed, Fatal, Open, Opened, Progress, Refused, SlotEnded, Stepped, Switched
 from talaria_instance import messages as m
 
 
@@ -63,6 +63,45 @@ def test_an_answer_that_nobody_reads_as_it_grows_is_one_frame(rig, build, key):
     (only,) = rig.frames[key]
     assert (only.kind, only.seq, only.text, only.token_ids) == ("final", 0, "hello", build.ids("hello"))
     assert (only.cache_source, only.usage.completion_tokens) == ("device", 5)
+
+
+def stepped(key, tokens, kind="decode", wall_ms=1.0, **kw):
+    step = StepTokens(rid=key.engine_rid, token_ids=tokens, **kw)
+    return Stepped(model="alpha", result=StepResult(kind=kind, tokens=[step], wall_ms=wall_ms))
+
+
+def test_steps_that_came_together_are_one_frame(rig, key, build):
+    rig.forward(key.rid)
+    rig.said(
+        stepped(key, build.ids("h"), kind="prefill", wall_ms=7.0, cached_tokens=4, cache_source="device"),
+        stepped(key, build.ids("e")),
+        stepped(key, build.ids("llo")),
+    )
+    (first,) = rig.frames[key]
+    assert (first.kind, first.seq, first.text, first.token_ids) == ("delta", 0, "hello", build.ids("hello"))
+    rig.said(stepped(key, build.ids(" ")), stepped(key, build.ids("you"), finished="length"))
+    rig.check_promises()
+    last = rig.frames[key][-1]
+    assert (last.kind, last.seq, last.text, last.usage.completion_tokens) == ("final", 1, " you", 9)
+    (done,) = rig.completions[key]
+    assert done.prefill_ms == 7.0
+
+
+def test_steps_with_log_probabilities_stay_apart(rig, key, build):
+    rig.forward(key.rid, data=build.body(logprobs=True, top_logprobs=1))
+    one, two = build.ids("h"), build.ids("i")
+    rig.said(
+        stepped(key, one, logprobs=[-0.5], top=[[(one[0], -0.5)]]),
+        stepped(key, two, logprobs=[-0.25], top=[[(two[0], -0.25)]]),
+    )
+    assert [(f.text, f.logprobs[0].logprob) for f in rig.frames[key]] == [("h", -0.5), ("i", -0.25)]
+
+
+def test_steps_before_a_fatal_report_count_and_those_after_it_do_not(rig, key, build):
+    rig.forward(key.rid)
+    rig.said(stepped(key, build.ids("a")), Fatal(message="addresses moved"), stepped(key, build.ids("b")))
+    rig.check_promises()
+    assert [(f.kind, f.text) for f in rig.frames[key]] == [("delta", "a"), ("error", "")]
 
 
 def test_it_can_still_move_after_tokens_were_made(rig, key):
@@ -424,7 +463,7 @@ def test_a_fatal_report_and_late_reports(rig, key):
     effects = rig.said(Fatal(message="addresses moved"))
     assert m.KillEngine(0) in effects
     assert rig.snapshot.reason == "addresses moved"
-    rig.tell(m.EngineSaid(0, Progress(message="ghost")))
+    rig.tell(m.EngineSaid(0, [Progress(message="ghost")]))
     assert rig.core.reason == "addresses moved"
 
 

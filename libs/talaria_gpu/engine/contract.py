@@ -40,13 +40,15 @@ class EngineCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rid: str
     model: str
     input_ids: Sequence[int]
-    """A list or an `array`; the engine process gets an array of uint32."""
+    """A list or an `array`; the engine process gets an array, of any unsigned type."""
     sampling: Sampling
     session: str = ""
     """Session key (hashed); "" when unknown."""
     salt: str = ""
     """Tenant salt: prefixes are shared only within one salt (a prefix timing leak across tenants otherwise)."""
     is_continuation: bool = False
+    whole: bool = False
+    """Nobody reads its tokens as they come: they may be reported together, soon after they were made."""
     priority: int = 0
     arrival: float = 0.0
     """Seconds, the instance's clock."""
@@ -75,6 +77,23 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finished: Literal["", "stop", "length", "abort", "deadline", "error"] = ""
     """stop: EOS or a stop token (which is not in `token_ids`); error: see `message`."""
     message: str = ""
+
+
+def join_steps(first: StepTokens, then: StepTokens) -> StepTokens | None:
+    """Two steps of one call as one; None where they have to stay apart (log probabilities, or an end in the first)."""
+    if first.finished or first.logprobs or then.logprobs:
+        return None
+    figures = then if then.token_ids else first  # an end without a token says nothing of the prompt
+    return StepTokens(
+        rid=then.rid,
+        token_ids=first.token_ids + then.token_ids,
+        cached_tokens=figures.cached_tokens,
+        cache_source=figures.cache_source,
+        prefilled_tokens=figures.prefilled_tokens,
+        recomputed_tokens=figures.recomputed_tokens,
+        finished=then.finished,
+        message=then.message,
+    )
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

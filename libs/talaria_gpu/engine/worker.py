@@ -26,6 +26,7 @@ from talaria_common.clock import Clock, SystemClock
 from talaria_common.settings import InstanceSettings, Settings, load
 from talaria_gpu.engine.contract import Engine
 from talaria_gpu.engine.driver import SlotDriver
+from talaria_gpu.engine.holding import Holding
 from talaria_gpu.engine.ipc import Abort, Close, Command, Fatal, Open, Progress, Ready, Report, Stop, Submit
 from talaria_gpu.engine.link import Link, LinkClosedError
 from talaria_gpu.sched.ablation import Ablation
@@ -82,6 +83,7 @@ class Worker:
         self._clock = clock
         self._signals = signals
         self._heartbeat_s = heartbeat_s
+        self._holding = Holding()
         self._beat_at = clock.now()
         self._moved_at = clock.now()
 
@@ -94,7 +96,7 @@ class Worker:
             if now >= self._beat_at:
                 self._beat_at = now + self._heartbeat_s
                 if not congested:
-                    link.send([driver.status()])
+                    link.send([*self._holding.flush(now), driver.status()])
             wait = None if congested else driver.next_wakeup()
             until_beat = max(0.0, self._beat_at - now)
             sources: list[_Signals | Link] = [self._signals]
@@ -112,9 +114,7 @@ class Worker:
                 return
             wait = driver.next_wakeup()
             if not congested and wait is not None and wait <= 0:
-                reports = driver.turn(clock.now())
-                if reports:
-                    link.send(reports)
+                self._tell(driver.turn(clock.now()))
 
     def _obey(self, commands: list[Command]) -> bool:
         """Returns False on `Stop`."""
@@ -122,6 +122,8 @@ class Worker:
         for command in commands:
             match command:
                 case Submit(call=call):
+                    if call.whole:
+                        self._holding.expect(call.rid)
                     reports += self._driver.submit(call)
                 case Abort(rid=rid):
                     reports += self._driver.abort(rid)
@@ -131,9 +133,13 @@ class Worker:
                     reports += self._driver.close_model(model)
                 case Stop():
                     return False
-        if reports:
-            self._link.send(reports)
+        self._tell(reports)
         return True
+
+    def _tell(self, reports: list[Report]) -> None:
+        told = self._holding.take(self._clock.now(), reports) if reports else reports
+        if told:
+            self._link.send(told)
 
     def _congested(self, now: float) -> bool:
         if self._link.pending_bytes <= CONGESTED_BYTES:

@@ -8,10 +8,9 @@ from talaria_gpu.text.detokenize import ByteDetokenizer, Detokenizer, WindowDeto
 from talaria_gpu.text.hf_tokenizer import HfTokenizer
 from talaria_gpu.text.messages import ChatMessage, normalise
 from talaria_gpu.text.stop import StopStrings
-from talaria_gpu.text.tokenizer import ENCODE_INLINE_BYTES, Tokenizer, load_tokenizer
+from talaria_gpu.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
-    "ENCODE_INLINE_BYTES",
     "ByteDetokenizer",
     "ByteTokenizer",
     "ChatMessage",

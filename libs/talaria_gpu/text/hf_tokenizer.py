@@ -27,6 +27,9 @@ class HfTokenizer:
         ValueError: no tokenizer.json, or one of the files does not load; the message names it.
     """
 
+    inline_bytes = 8 << 10
+    """About 5 ms at 1.5 MB/s; longer prompts are encoded in a thread, where that runs without the interpreter lock."""
+
     def __init__(self, path: Path) -> None:
         file = path / "tokenizer.json"
         try:

@@ -11,13 +11,14 @@ from talaria_gpu.text.detokenize import Detokenizer
 from talaria_gpu.text.hf_tokenizer import HfTokenizer
 from talaria_gpu.text.messages import ChatMessage
 
-ENCODE_INLINE_BYTES = 8 << 10
-"""Prompts up to this many bytes are encoded on the event loop (about 5 ms at 1.5 MB/s); longer ones in a thread, where
-`encode` runs without the interpreter lock."""
-
 
 class Tokenizer(Protocol):
     """Text and ids of one model. Thread-safe: no method changes state."""
+
+    @property
+    def inline_bytes(self) -> int:
+        """Bodies up to this many bytes are not worth a thread."""
+        ...
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

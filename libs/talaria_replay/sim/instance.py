@@ -111,7 +111,7 @@ class SimInstance:
         self._carry(self.core.handle(self._clock.now(), message))
 
     def _said(self, report: Report) -> None:
-        self._tell_core(EngineSaid(self._generation, report))
+        self._tell_core(EngineSaid(self._generation, (report,)))
 
     def _carry(self, effects: list[Effect]) -> None:
         for effect in effects:

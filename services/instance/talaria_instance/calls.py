@@ -154,6 +154,7 @@ def engine_call(call: Call, context_tokens: int, eos: tuple[int, ...]) -> Engine
         session=call.head.session,
         salt=call.head.tenant,
         is_continuation=call.head.is_continuation,
+        whole=not call.head.stream and not params.stop and params.logprobs is None,
         priority=call.head.priority,
         arrival=call.arrived,
         deadline=call.deadline,

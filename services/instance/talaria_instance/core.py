@@ -217,7 +217,7 @@ class InstanceCore:
 
     def _engine_said(self, now: float, message: EngineSaid) -> None:
         if message.generation == self.engine.generation:  # else: the last words of one that was given up
-            self._reports.read(now, message.report)
+            self._reports.read(now, message.reports)
 
     def _engine_exited(self, now: float, message: EngineExited) -> None:
         if message.generation == self.engine.generation:

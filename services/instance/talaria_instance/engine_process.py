@@ -26,18 +26,20 @@ GRACE_S = 5.0
 class _Pipe(asyncio.Protocol):
     """Our end of the socket pair."""
 
-    def __init__(self, on_report: Callable[[Report], None]) -> None:
-        self._on_report = on_report
+    def __init__(self, on_reports: Callable[[list[Report]], None]) -> None:
+        self._on_reports = on_reports
         self._unpacker = ReportUnpacker()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
         """Pass on whole reports. What does not parse ends the connection: nothing after it can be trusted."""
         try:
-            for report in self._unpacker.feed(data):
-                self._on_report(report)
+            reports = self._unpacker.feed(data)
         except msgspec.DecodeError as e:
             self._end(f"it sent what is no report: {e}")
+            return
+        if reports:
+            self._on_reports(reports)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the exit status says more
         """The other end is closed."""
@@ -62,7 +64,7 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], on_report: Callable[[Report], None], on_exit: Callable[[str], None]
+        cls, command: Sequence[str], on_reports: Callable[[list[Report]], None], on_exit: Callable[[str], None]
     ) -> EngineProcess:
         """Run `command` with `--fd N` appended, N being its end of the socket pair.
 
@@ -82,7 +84,7 @@ class EngineProcess:
                 ours.close()
                 raise
         ours.setblocking(False)
-        transport, pipe = await asyncio.get_running_loop().create_unix_connection(lambda: _Pipe(on_report), sock=ours)
+        transport, pipe = await asyncio.get_running_loop().create_unix_connection(lambda: _Pipe(on_reports), sock=ours)
         self = cls(process, transport, pipe)
         self._watch = asyncio.create_task(self._until_exit(on_exit))
         return self

@@ -111,13 +111,13 @@ class EngineStarting:
 
 @dataclass(frozen=True, slots=True)
 class EngineSaid:
-    """The engine process reported. Reports of an older generation are ignored.
+    """The engine process reported, once or more often since we last looked. Of an older generation: ignored.
 
     `Ready` comes here when the models' tokenizers are loaded, and nothing of that engine before it but `Progress`.
     """
 
     generation: int
-    report: Report
+    reports: Sequence[Report]
 
 
 @dataclass(frozen=True, slots=True)

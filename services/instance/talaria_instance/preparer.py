@@ -7,12 +7,13 @@ import contextvars
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import perf_counter
 
 import structlog
 from prometheus_client import Histogram
 
 from talaria_common.errors import EngineError, TalariaError
-from talaria_gpu.text import ENCODE_INLINE_BYTES, Tokenizer, load_tokenizer
+from talaria_gpu.text import Tokenizer, load_tokenizer
 from talaria_instance.messages import Prepare, Prepared, PrepareFailed
 from talaria_instance.request import tokenise
 
@@ -31,7 +32,7 @@ class Preparer:
 
     def __init__(self, done: Callable[[Prepared | PrepareFailed], None], seconds: Histogram) -> None:
         self._done = done
-        self._seconds = seconds
+        self._on_loop, self._in_thread = seconds.labels("loop"), seconds.labels("thread")
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
         self._tokenizers: dict[str, Tokenizer] = {}
         self._loaded: dict[str, str | None] = {}
@@ -57,9 +58,11 @@ class Preparer:
 
     def prepare(self, request: Prepare) -> None:
         """Tokenise; the outcome goes to `done`."""
-        if len(request.body) <= ENCODE_INLINE_BYTES:
-            with self._seconds.labels("loop").time():
-                outcome = self._run(request)
+        tokenizer = self._tokenizers.get(request.head.model)
+        if tokenizer is None or len(request.body) <= tokenizer.inline_bytes:
+            began = perf_counter()
+            outcome = self._run(request)
+            self._on_loop.observe(perf_counter() - began)
             self._done(outcome)
             return
         run = contextvars.copy_context().run  # the call's trace goes along
@@ -73,7 +76,7 @@ class Preparer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _deliver(self, future: asyncio.Future[Prepared | PrepareFailed]) -> None:
-        with self._seconds.labels("thread").time():
+        with self._in_thread.time():
             outcome = await future
         self._done(outcome)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from talaria_common.errors import DeadlineError, EngineError, OverloadedError, UnavailableError, from_info
-from talaria_gpu.engine.contract import StepResult, StepTokens
+from talaria_gpu.engine.contract import StepResult, StepTokens, join_steps
 from talaria_gpu.engine.ipc import (
     Closed,
     Fatal,
@@ -52,8 +52,8 @@ class Reports:
         self._out = out
         self._active_changed = switched
         self._lost = lost
+        self._steps: dict[str, tuple[StepTokens, StepResult]] = {}
         self._on: dict[type, Callable[[float, Any], None]] = {
-            Stepped: self._tokens,
             Status: self._status,
             Ready: self._engine.ready,
             Progress: self._progress,
@@ -65,16 +65,41 @@ class Reports:
             Fatal: self._fatal,
         }
 
-    def read(self, now: float, report: Report) -> None:
-        """Take one report of the present engine."""
-        self._engine.heard(now)
-        self._on[type(report)](now, report)
+    def read(self, now: float, reports: Sequence[Report]) -> None:
+        """Take what the present engine has reported since the last time, in order.
 
-    def _tokens(self, now: float, report: Stepped) -> None:
+        Steps in a row count as one for each call: whoever cannot keep up with single tokens pays for few messages.
+        """
+        self._engine.heard(now)
+        for report in reports:
+            if isinstance(report, Stepped):
+                self._gather(now, report)
+                continue
+            self._tokens(now)
+            self._on[type(report)](now, report)
+            if isinstance(report, Fatal):
+                return  # what it said after that is of an engine that was given up
+        self._tokens(now)
+
+    def _gather(self, now: float, report: Stepped) -> None:
         for step in report.result.tokens:
-            call = self._ledger.in_engine(step.rid)
+            before = self._steps.get(step.rid)
+            if before is None:
+                self._steps[step.rid] = (step, report.result)
+                continue
+            joined = join_steps(before[0], step)
+            if joined is None:
+                self._tokens(now)
+                self._steps[step.rid] = (step, report.result)
+            else:
+                self._steps[step.rid] = (joined, before[1])  # the first token's figures are those that count
+
+    def _tokens(self, now: float) -> None:
+        steps, self._steps = self._steps, {}
+        for rid, (step, result) in steps.items():
+            call = self._ledger.in_engine(rid)
             if call is not None:  # else it ended here already, and the engine has been told
-                self._stepped(now, call, step, report.result)
+                self._stepped(now, call, step, result)
 
     def _stepped(self, now: float, call: Call, step: StepTokens, result: StepResult) -> None:
         ledger = self._ledger

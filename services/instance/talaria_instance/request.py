@@ -6,13 +6,13 @@ newer or broken api lets through. What cannot be honoured is refused with its fi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from talaria_common.errors import BadRequestError, UnsupportedError
 from talaria_common.wire.call import Endpoint
-from talaria_gpu.text import Tokenizer, normalise
+from talaria_gpu.text import ChatMessage, Tokenizer, normalise
 from talaria_instance.messages import Params, Prompt
 
 MAX_STOPS = 4
@@ -40,6 +40,21 @@ class _ChatBody(_Body, frozen=True):
     tools: list[Any] | None = None
 
 
+class _Message(msgspec.Struct, frozen=True):
+    """A message as nearly all are: with text, and nothing that `normalise` would have to refuse."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+    name: str | None = None
+    tool_calls: None = None
+    function_call: None = None
+    audio: None = None
+
+
+class _PlainChatBody(_ChatBody, frozen=True):
+    messages: list[_Message] = []  # type: ignore[assignment] # the same list, read more strictly
+
+
 class _CompletionBody(_Body, frozen=True):
     prompt: str | list[Any] = ""
     logprobs: int | None = None
@@ -52,13 +67,14 @@ class Content(NamedTuple):
     """A body read: exactly one of `messages`, `text` and `ids` is the prompt."""
 
     params: Params
-    messages: list[dict[str, Any]] | None = None
+    messages: list[ChatMessage] | None = None
     text: str | None = None
     ids: list[int] | None = None
 
 
 N = TypeVar("N", int, float)
 
+_plain_chat = msgspec.json.Decoder(_PlainChatBody)
 _chat = msgspec.json.Decoder(_ChatBody)
 _completion = msgspec.json.Decoder(_CompletionBody)
 
@@ -71,7 +87,7 @@ def read(body: bytes, endpoint: Endpoint) -> Content:
         UnsupportedError: a field that cannot be honoured.
     """
     try:
-        return _read_chat(_chat.decode(body)) if endpoint == "chat" else _read_completion(_completion.decode(body))
+        return _read_any_chat(body) if endpoint == "chat" else _read_completion(_completion.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise BadRequestError(f"the body is not a valid request: {e}") from e
 
@@ -80,11 +96,10 @@ def tokenise(body: bytes, endpoint: Endpoint, tokenizer: Tokenizer) -> Prompt:
     """Ids and parameters of `body`. Pure CPU work, safe in a thread. Raises as `read`, and for an empty prompt."""
     content = read(body, endpoint)
     if content.messages is not None:
-        messages = normalise(content.messages)
-        size = sum(len(m["content"].encode("utf-8", "replace")) for m in messages)
-        ids = tokenizer.encode_chat(messages)
+        size = sum(_utf8_bytes(m["content"]) for m in content.messages)
+        ids = tokenizer.encode_chat(content.messages)
     elif content.text is not None:
-        size = len(content.text.encode("utf-8", "replace"))
+        size = _utf8_bytes(content.text)
         ids = tokenizer.encode(content.text)
     else:
         ids = content.ids or []
@@ -96,7 +111,29 @@ def tokenise(body: bytes, endpoint: Endpoint, tokenizer: Tokenizer) -> Prompt:
     return Prompt(ids, content.params, size)
 
 
-def _read_chat(body: _ChatBody) -> Content:
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+
+
+def _read_any_chat(body: bytes) -> Content:
+    try:
+        plain = _plain_chat.decode(body)
+    except msgspec.DecodeError:
+        chat = _chat.decode(body)
+        return _read_chat(chat, normalise(chat.messages))
+    if not plain.messages:
+        return _read_chat(plain, normalise([]))
+    return _read_chat(plain, [_as_template_sees(m) for m in plain.messages])
+
+
+def _as_template_sees(message: _Message) -> ChatMessage:
+    role = "system" if message.role == "developer" else message.role
+    if message.name is None:
+        return ChatMessage(role=role, content=message.content)
+    return ChatMessage(role=role, content=message.content, name=message.name)
+
+
+def _read_chat(body: _ChatBody, messages: list[ChatMessage]) -> Content:
     if body.tools:
         raise UnsupportedError("tools is not supported", param="tools")
     logprobs = None
@@ -104,7 +141,7 @@ def _read_chat(body: _ChatBody) -> Content:
         logprobs = _within(body.top_logprobs, 0, MAX_LOGPROBS, "top_logprobs") or 0
     elif body.top_logprobs:
         raise BadRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
-    return Content(_params(body, logprobs), messages=body.messages)
+    return Content(_params(body, logprobs), messages=messages)
 
 
 def _read_completion(body: _CompletionBody) -> Content:

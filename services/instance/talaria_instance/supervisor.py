@@ -82,7 +82,9 @@ class Supervisor:
         self._gone.clear()
         try:
             self._engine = await EngineProcess.start(
-                self._command, lambda report: self._said(generation, report), lambda why: self._exited(generation, why)
+                self._command,
+                lambda reports: self._said(generation, reports),
+                lambda why: self._exited(generation, why),
             )
         except OSError as e:
             self._exited(generation, f"cannot be started: {e}")
@@ -93,14 +95,19 @@ class Supervisor:
         log.info("engine started", pid=self._engine.pid, generation=generation)
         self._feed(EngineStarting(generation))
 
-    def _said(self, generation: int, report: Report) -> None:
+    def _said(self, generation: int, reports: list[Report]) -> None:
         if self._held is not None:
-            self._held.append(report)
-        elif isinstance(report, Ready):
-            self._held = [report]
+            self._held += reports
+            return
+        ready = next((n for n, report in enumerate(reports) if isinstance(report, Ready)), None)
+        if ready is not None:
+            report = reports[ready]
+            assert isinstance(report, Ready)
+            self._held = reports[ready:]
             self._spawn(self._load(generation, report))
-        else:
-            self._feed(EngineSaid(generation, report))
+            reports = reports[:ready]
+        if reports:
+            self._feed(EngineSaid(generation, reports))
 
     async def _load(self, generation: int, ready: Ready) -> None:
         try:
@@ -113,8 +120,7 @@ class Supervisor:
         if generation != self._generation or self._held is None:
             return
         held, self._held = self._held, None
-        for report in held:
-            self._feed(EngineSaid(generation, report))
+        self._feed(EngineSaid(generation, held))
 
     def _exited(self, generation: int, reason: str) -> None:
         self._engine, self._held = None, None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
+import zlib
 from array import array
 from collections.abc import Sequence
 
@@ -16,6 +18,9 @@ EOS = 2
 VOCAB_SIZE = BYTE_OFFSET + 256
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz0123456789    "
 _IDS = tuple(b + BYTE_OFFSET for b in _ALPHABET)
+_NATIVE_UTF32 = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
+"""Widens bytes to uint32 in C, a hundred times as fast as an array does it."""
+_HASHED_BYTES = 4096
 _LN2 = math.log(2)
 _MASK = (1 << 64) - 1
 
@@ -26,13 +31,18 @@ def pack_ids(input_ids: Sequence[int]) -> bytes:
     Raises:
         OverflowError: an id is negative or above 32 bits.
     """
-    ids = input_ids if isinstance(input_ids, array) and input_ids.typecode == "I" else array("I", input_ids)
-    return ids.tobytes()
+    if isinstance(input_ids, array):
+        if input_ids.typecode == "I":
+            return input_ids.tobytes()
+        if input_ids.typecode == "B":
+            return input_ids.tobytes().decode("latin-1").encode(_NATIVE_UTF32)
+    return array("I", input_ids).tobytes()
 
 
 def seed_of(packed: bytes) -> int:
-    """64 bits of the prompt."""
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+    """64 bits of the prompt: of its end exactly, of all of it through a checksum, which 1.7 MB cost less."""
+    end = zlib.crc32(packed).to_bytes(4, "little") + packed[-_HASHED_BYTES:]
+    return int.from_bytes(hashlib.blake2b(end, digest_size=8).digest(), "little")
 
 
 def token_at(seed: int, position: int) -> int:
