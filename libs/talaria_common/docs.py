@@ -92,8 +92,14 @@ def error_table() -> str:
         'Every failure has this shape: `{"error": {"message", "type", "param", "code"}}`; after the first token of a '
         "stream it comes as a data frame of the same shape. `Retry-After` is set where trying again makes sense.\n\n"
         "| code | status | type | means |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        f"\n{_EDGE_ERRORS}\n"
     )
 
+
+_EDGE_ERRORS = """\
+HTTP itself adds these, all of type `invalid_request_error`: 404 `not_found` (no such path), 405 `method_not_allowed`,
+408 `request_timeout` (headers within 30 s, a body within 60 s), 415 `unsupported_media_type`, and
+431 `headers_too_large` (64 KiB for the request line with all headers)."""
 
 PAGES = {"subjects.md": subjects.markdown, "configuration.md": configuration, "errors.md": error_table}
 

@@ -65,7 +65,11 @@ class ApiSettings(_Section):
 class BusSettings(_Section):
     """NATS."""
 
-    url: str = Field("nats://127.0.0.1:4222", description="server; `talaria up` starts one if nothing listens there")
+    url: str = Field(
+        "nats://127.0.0.1:4222",
+        pattern=r"^(nats|tls|ws|wss)://[^\s/]+/?$",
+        description="server; `talaria up` starts one if nothing listens there",
+    )
     user: str = Field("", description="with `password`; empty: no authentication")
     password: str = Field("", repr=False, description="of `user`")
     max_payload_bytes: int = Field(8 << 20, ge=1 << 16, le=64 << 20, description="of the embedded server")
@@ -90,7 +94,7 @@ class AuthSettings(_Section):
 class ModelSettings(_Section):
     """A model of the catalog."""
 
-    source: Literal["path", "smollm2", "tiny-qwen3", "tiny-mla"] = Field(
+    source: Literal["path", "smollm2", "tiny-qwen3", "tiny-mla", "tiny-hybrid", "tiny-hybrid-dense"] = Field(
         "path", description="a directory with safetensors, or a recipe that makes one in the cache"
     )
     path: Path | None = Field(None, description="with source = path: a Hugging Face model directory")

@@ -6,11 +6,13 @@ import asyncio
 import hashlib
 import socket
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from talaria_api import errors, protocol
 from talaria_api.errors import body as error_body
 from talaria_api.intake import HEADROOM_BYTES
 from talaria_common.errors import OverloadedError
@@ -209,3 +211,56 @@ def test_error_body() -> None:
     assert error_body(OverloadedError("full")) == (
         b'{"error":{"message":"full","type":"rate_limit_error","param":null,"code":"overloaded"}}'
     )
+
+
+async def _raw(edge_: Edge, *pieces: bytes) -> bytes:
+    """What the server answers to these bytes before it hangs up."""
+    url = edge_.http.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        return await asyncio.wait_for(reader.read(), 10)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_headers_without_end(served: Edge) -> None:
+    line = b"x-padding: " + b"a" * 1000 + b"\r\n"
+    start = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+    answer = await _raw(served, start, *[line] * 100)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b'"code":"headers_too_large"' in answer
+    assert (await served.http.get("/livez")).status_code == 200
+
+
+async def test_headers_that_do_not_come(served: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.05)
+    answer = await _raw(served, b"POST /v1/chat/completions HTTP/1.1\r\nhost")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"request_timeout"' in answer
+    assert await _raw(served) == b""  # a connection on which nothing comes is closed as well
+    late = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\nGET /livez HTTP"  # the second request of a kept connection
+    answer = await _raw(served, late)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in answer
+
+
+async def test_a_model_name_nobody_could_have(served: Edge) -> None:
+    body = {"model": "m" * 100_000, "messages": [{"role": "user", "content": "x"}]}
+    refused = await served.http.post(CHAT, json=body)
+    check(refused, 400, "invalid_request", "model")
+    assert len(refused.content) < 1000
+
+
+def test_every_code_of_the_edge_is_documented() -> None:
+    documented = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+    codes = {
+        (e.status, e.code) for e in vars(errors).values() if isinstance(e, type) and e.__module__ == errors.__name__
+    }
+    edge_only = {(s, c) for s, c in codes if c not in ("client_gone", "slow_client")}  # those never reach a client
+    assert {(s, c) for s, c in edge_only if f"{s} `{c}`" not in documented} == set()
+    assert len(edge_only) >= 5

@@ -191,7 +191,11 @@ class Running:
 
     async def stop(self):
         self._stop.set()
-        await asyncio.wait_for(self._task, 30)
+        await self.wait()
+
+    async def wait(self):
+        """Until it has ended, of itself or after `stop`. Raises what it died of."""
+        await asyncio.wait_for(asyncio.shield(self._task), 30)
 
 
 def alive(pid):

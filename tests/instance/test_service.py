@@ -13,6 +13,7 @@ from talaria_common.errors import NoRespondersError
 from talaria_common.wire import FORWARD_HEADER, ForwardReply, Presence, decode, encode
 from talaria_gpu.engine.sim import expected_text
 from talaria_gpu.text import ByteTokenizer
+from talaria_instance.claim import TwinError
 from tests.instance.double import IID, Api, Running, alive, write_config
 from tests.support.waiting import until
 
@@ -147,6 +148,41 @@ async def test_presence(connect, tmp_path):
             os.getpid(),
         )
     assert await bucket.get(IID) is None
+
+
+async def test_a_second_process_of_the_same_id_does_not_start(connect, pair, tmp_path):
+    api, instance = pair
+    twin = Running(await connect(), write_config(tmp_path))
+    with pytest.raises(TwinError, match=instance.service.core.epoch):
+        await twin.stop()
+    await api.end_of(await api.call(max_tokens=3))
+
+
+async def comes(bucket, record):
+    """Wait until `record` stands in the bucket."""
+    watch = await bucket.watch()
+    async with asyncio.timeout(10):
+        async for key, entry in watch:
+            if key == IID and entry is not None and decode(entry.value, Presence) == record:
+                break
+    await watch.stop()
+
+
+async def test_presence_that_is_overwritten(connect, tmp_path):
+    api = await Api(await connect()).listen()
+    instance = Running(await connect(), write_config(tmp_path))
+    await api.ready()
+    bucket = await api.bus.kv(subjects.KV_INSTANCES)
+    mine = decode((await bucket.get(IID)).value, Presence)
+    await bucket.put(IID, encode(msgspec.structs.replace(mine, epoch="dead", started_ms=mine.started_ms - 1)))
+    await comes(bucket, mine)
+    await bucket.delete(IID)  # an earlier life took its entry away, late
+    await comes(bucket, mine)
+    later = msgspec.structs.replace(mine, epoch="next", started_ms=mine.started_ms + 1)
+    await bucket.put(IID, encode(later))
+    with pytest.raises(TwinError, match="started again"):
+        await instance.wait()
+    assert decode((await bucket.get(IID)).value, Presence) == later
 
 
 async def test_an_engine_killed_mid_stream(pair):

@@ -155,3 +155,9 @@ class TestJustStarted:
         rig = Rig()
         assert rig.ask() is None
         assert outcome(rig.later(1.5)).reason == "no_instance"
+
+
+def test_an_instance_listed_and_removed_in_one_view_is_gone(rig: Rig):
+    rig.view(rig.snapshot("a", (model(queued=1),)), rig.snapshot("b"), removed=("a",))
+    assert rig.state.cluster.get("a") is None
+    assert rig.ask().iid == "b"

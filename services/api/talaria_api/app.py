@@ -19,6 +19,7 @@ from talaria_api.schemas import ErrorBody, ErrorShape, Live, Model, ModelList, R
 from talaria_api.validate import parse_chat, parse_completion
 from talaria_common import __version__
 from talaria_common.errors import ModelNotFoundError, TalariaError
+from talaria_common.ids import MODEL_CHARS
 from talaria_common.metrics import CONTENT_TYPE
 
 log = structlog.get_logger(__name__)
@@ -72,7 +73,7 @@ def _models(app: FastAPI, parts: Parts) -> None:
         """One model."""
         parts.auth.tenant(_authorization(request))
         if model not in parts.settings.models and model not in parts.cluster.served():
-            raise ModelNotFoundError(f"the model {model!r} does not exist; see /v1/models", param="model")
+            raise ModelNotFoundError(f"the model {model[:MODEL_CHARS]!r} does not exist; see /v1/models", param="model")
         return describe(model)
 
 

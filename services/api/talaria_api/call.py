@@ -154,7 +154,7 @@ class Call:
         return [Ask(partition_of(f.tenant, f.session, f.model), request, timeout_s)]
 
     def _routed(self, now: float, reply: RouteReply) -> list[Effect]:
-        self._unanswered_since = None
+        self._unanswered_since, self._route_error = None, ""
         if reply.placement is not None:
             return self._forward(now, reply.placement)
         if reply.queued is not None:
@@ -325,8 +325,8 @@ class Call:
         return []
 
     def _late(self, now: float) -> TalariaError:
-        if self._unanswered_since is not None and self.phase in ("asking", "pausing"):
-            since = now - self._unanswered_since
+        since = now - self._unanswered_since if self._unanswered_since is not None else 0.0
+        if self._route_error or since >= self.limits.route_timeout_s:
             why = f" ({self._route_error})" if self._route_error else ""
             return UnavailableError(f"no router answered for {since:.1f} s{why}", retry_after_s=1.0)
         return DeadlineError("the call's deadline passed")

@@ -42,6 +42,18 @@ class BodyTimeoutError(BadRequestError):
     status, code = 408, "request_timeout"
 
 
+class HeadersTimeoutError(BadRequestError):
+    """The headers did not arrive in time."""
+
+    status, code = 408, "request_timeout"
+
+
+class HeadersTooLargeError(BadRequestError):
+    """The request line and headers are larger than the protocol allows."""
+
+    status, code = 431, "headers_too_large"
+
+
 class UnsupportedMediaTypeError(BadRequestError):
     """The body is not JSON by its own header, or is compressed."""
 

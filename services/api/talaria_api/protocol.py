@@ -5,24 +5,34 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from http import HTTPStatus
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from talaria_api import errors
-from talaria_common.errors import BadRequestError
+from talaria_api.errors import HeadersTimeoutError, HeadersTooLargeError
+from talaria_common.errors import BadRequestError, TalariaError
 
 EDGE = "talaria.edge"
 """ASGI extension: the connection's `EdgeProtocol`."""
+HEAD_BYTES = 64 << 10
+"""The most that a request line with its headers may have, with some slack for what arrives in one piece."""
+HEAD_TIMEOUT_S = 30.0
+"""A request's headers must be whole this long after the connection, or after their first byte on a kept one."""
 
 
 class EdgeProtocol(HttpToolsProtocol):
-    """uvicorn's, with TCP_NODELAY, bad HTTP refused with JSON, and more for the application.
+    """uvicorn's, with TCP_NODELAY, bounds on headers, bad HTTP refused with JSON, and more for the application.
 
     As the extension EDGE it gives what ASGI lacks: to cut off a client that does not read, to be told that one is gone,
     and to write a chunk without a task.
     """
 
     _gone: Callable[[], None] | None = None
+    _head_bytes = 0
+    """Of the headers that are not whole yet; 0 while none are awaited."""
+    _head_timer: asyncio.TimerHandle | None = None
+    _in_head = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn's own narrowing
         """A client has connected."""
@@ -31,15 +41,39 @@ class EdgeProtocol(HttpToolsProtocol):
             # Nagle with delayed ACK costs 44 ms per stream on kept-alive connections (GATEWAY 7).
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_late)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the client. What follows a refusal is not read."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self._refuse(HeadersTooLargeError(f"the request's headers are larger than {HEAD_BYTES} bytes"))
+            elif self._head_timer is None:
+                self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_late)
+        elif self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def on_headers_complete(self) -> None:
+        """The headers are whole."""
+        self._in_head, self._head_bytes = False, 0
+        super().on_headers_complete()
 
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
+        self._in_head = True
         self.scope["extensions"] = {EDGE: self}  # type: ignore[dict-item] # the object itself, not a dict
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
         super().connection_lost(exc)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
         if self._gone is not None:
             self._gone()
 
@@ -68,9 +102,24 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, in the shape of all other errors."""
-        body = errors.body(BadRequestError(msg))
-        head = STATUS_LINE[
-            400
-        ] + b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(head + body)
+        self._refuse(BadRequestError(msg))
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        if self._in_head:
+            self._refuse(HeadersTimeoutError(f"the headers did not arrive within {HEAD_TIMEOUT_S:.0f} s"))
+        else:
+            self.transport.close()  # nothing ever came: there is nobody to tell
+
+    def _refuse(self, error: TalariaError) -> None:
+        """Answer what never became a request, and hang up; not into an answer that is being written."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if not answering and not self.transport.is_closing():
+            body = errors.body(error)
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\n" % (error.status, HTTPStatus(error.status).phrase.encode())
+                + b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+                + b"connection: close\r\n\r\n"
+                + body
+            )
         self.transport.close()

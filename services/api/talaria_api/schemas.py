@@ -21,6 +21,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from talaria_common.ids import MODEL_CHARS
+
 UNSUPPORTED = "unsupported"
 """Type of the Pydantic errors that become `UnsupportedError`."""
 
@@ -126,7 +128,7 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class _CommonRequest(_Body):
-    model: str = Field(min_length=1, description="a model's id, see /v1/models")
+    model: str = Field(min_length=1, max_length=MODEL_CHARS, description="a model's id, see /v1/models")
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="only with stream = true")
     temperature: float | None = Field(None, ge=0, le=2, description="0: greedy; default 1")

@@ -16,6 +16,7 @@ from msgspec import Meta, Raw
 from talaria_api.explain import explain_chat, explain_completion
 from talaria_api.sessions import OPENING_CHARS, PREFIX_BYTES, BodyHints
 from talaria_common.errors import BadRequestError
+from talaria_common.ids import MODEL_CHARS
 from talaria_common.wire.call import Endpoint
 
 _Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -37,7 +38,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Common(msgspec.Struct):
-    model: Annotated[str, Meta(min_length=1)]
+    model: Annotated[str, Meta(min_length=1, max_length=MODEL_CHARS)]
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     temperature: _Temperature | None = None

@@ -30,6 +30,7 @@ from talaria_common.wire import (
     encode,
 )
 from talaria_instance import messages as m
+from talaria_instance.claim import refuse_twin, stands
 from talaria_instance.core import InstanceCore
 from talaria_instance.metrics import InstanceMetrics
 from talaria_instance.preparer import Preparer
@@ -69,7 +70,6 @@ class InstanceService:
         self._bus = bus
         self._clock = clock
         self._metrics = metrics
-        self._started_ms = to_ms(clock.now())
         self._preparer = Preparer(self._feed, metrics.tokenising)
         self.core = InstanceCore(
             self._settings,
@@ -80,7 +80,17 @@ class InstanceService:
         )
         self.supervisor = Supervisor(engine_command, self._settings.models, self._preparer, self._feed)
         self._sender = Sender(bus, lambda kind: metrics.lost.labels(kind).inc())
+        self._record = Presence(
+            iid=iid,
+            epoch=epoch,
+            pool=self._settings.pool,
+            models=self._settings.models,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started_ms=to_ms(clock.now()),
+        )
         self._presence_due = asyncio.Event()
+        self._present = asyncio.Event()
         self._idle = asyncio.Event()
 
     def not_ready(self) -> list[str]:
@@ -93,15 +103,18 @@ class InstanceService:
 
         Raises:
             BusError: the bus went away before the subscriptions stood.
+            TwinError: another process has this id.
         """
         tasks = [asyncio.create_task(self._sender.run(), name="sender")]
         try:
+            await refuse_twin(self._bus, self._iid)
             subscriptions = await self._subscribe()
             self._bus.on_connection(self._connection)
             self._presence_due.set()
             tasks += [
                 asyncio.create_task(every(self._mesh.heartbeat_s, self._beat, clock=self._clock), name="heartbeat"),
                 asyncio.create_task(self._presence(), name="presence"),
+                asyncio.create_task(self._watch_presence(), name="watch-presence"),
             ]
             self._do(self.core.start())
             log.info("instance up", iid=self._iid, epoch=self.core.epoch, pool=self._settings.pool)
@@ -202,24 +215,32 @@ class InstanceService:
 
     async def _presence(self) -> None:
         """Keep our entry in the presence bucket; written anew after every reconnect, retried until it stands."""
-        record = Presence(
-            iid=self._iid,
-            epoch=self.core.epoch,
-            pool=self._settings.pool,
-            models=self._settings.models,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started_ms=self._started_ms,
-        )
         while True:
             await self._presence_due.wait()
             self._presence_due.clear()
             try:
-                await (await self._bus.kv(subjects.KV_INSTANCES)).put(self._iid, encode(record))
+                await (await self._bus.kv(subjects.KV_INSTANCES)).put(self._iid, encode(self._record))
+                self._present.set()
             except BusError as e:
                 log.warning("presence not written", error=e.message)
                 await asyncio.sleep(self._mesh.heartbeat_s)
                 self._presence_due.set()
+
+    async def _watch_presence(self) -> None:
+        """Keep to one process per id, as long as the process lives. Raises TwinError.
+
+        Not before our entry is there: what stands in its place until then is of an earlier life.
+        """
+        await self._present.wait()
+        while True:
+            try:
+                watch = await (await self._bus.kv(subjects.KV_INSTANCES)).watch()
+                async for key, entry in watch:
+                    if key == self._iid and not stands(self._record, entry):
+                        self._presence_due.set()
+            except BusError as e:
+                log.warning("presence is not watched", error=e.message)
+            await asyncio.sleep(self._mesh.heartbeat_s)
 
     # --- through the core, and out
 

@@ -110,7 +110,7 @@ class Cluster:
         source.epoch, source.version = view.epoch, view.version
         self.version = view.version
         self._last_view = now
-        fresh = [v.snapshot.iid for v in view.instances if self._take(now - v.age_ms / 1000, v.snapshot, v, now)]
+        taken = [v.snapshot.iid for v in view.instances if self._take(now - v.age_ms / 1000, v.snapshot, v, now)]
         removed = list(view.removed)
         if view.full:
             here = {v.snapshot.iid for v in view.instances}
@@ -118,7 +118,7 @@ class Cluster:
             removed += [i for i, known in self._instances.items() if i not in here and now - known.seen_at > late]
         gone = [iid for iid in removed if self._remove(iid)]
         self._index()
-        return fresh, gone
+        return [iid for iid in taken if iid in self._instances], gone
 
     def heard(self, now: float, snapshot: Snapshot) -> bool:
         """Take in a snapshot that came straight from its instance; False if it is old."""
