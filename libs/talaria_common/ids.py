@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from functools import lru_cache
 
 PARTITIONS = 256
 """Number of router partitions. A constant of protocol v1: changing it moves every session."""
@@ -44,11 +45,13 @@ def hash_id(*parts: str) -> str:
     return hashlib.blake2b(joined, digest_size=16).hexdigest()
 
 
+@lru_cache(8192)
 def partition_of(tenant: str, session: str, model: str) -> int:
     """The router partition, 0..255, that owns (tenant, session, model). DESIGN: hash mod 256."""
     return int(hash_id(tenant, session, model)[:8], 16) % PARTITIONS
 
 
+@lru_cache(4096)
 def check_name(value: str, what: str = "name") -> str:
     """Return `value` if it may be a subject token (instance, api, router or tenant name), else raise ValueError."""
     if not _NAME.fullmatch(value):

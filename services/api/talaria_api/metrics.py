@@ -11,24 +11,24 @@ class ApiMetrics:
     def __init__(self) -> None:
         m = Metrics("api")
         self.registry = m.registry
-        self._requests = m.counter(
+        self._requests = m.labelled_tally(
             "requests", "Requests that ended, by endpoint and HTTP status", ["endpoint", "status"]
         )
         self._broken = m.counter("broken_streams", "Streams that ended with an error after their headers", ["code"])
         self._replaced = m.counter("replacements", "Calls placed again, by reason", ["reason"])
-        self._in_flight = m.gauge("in_flight", "Calls that have not ended")
+        self._in_flight = m.tally("in_flight", "Calls that have not ended", falls=True)
         self._ttft = m.histogram("ttft_seconds", "From the end of the body to the first token", ["endpoint"])
-        self._bytes_in = m.counter("body_bytes", "Bytes of the bodies of calls")
-        self._bytes_out = m.counter("sent_bytes", "Bytes of the answers of calls")
-        self._batches = m.counter("batches", "Batches of frames that came from instances")
-        self._frames = m.counter("frames", "Frames that came from instances")
-        self._frame_bytes = m.counter("frame_bytes", "Bytes of those batches")
+        self._bytes_in = m.tally("body_bytes", "Bytes of the bodies of calls")
+        self._bytes_out = m.tally("sent_bytes", "Bytes of the answers of calls")
+        self._batches = m.tally("batches", "Batches of frames that came from instances")
+        self._frames = m.tally("frames", "Frames that came from instances")
+        self._frame_bytes = m.tally("frame_bytes", "Bytes of those batches")
         self._unreadable = m.counter("unreadable", "Bus messages that did not fit their schema")
         self._bus = m.gauge("bus_connected", "1 while the bus can be reached")
 
     def request(self, endpoint: str, status: int) -> None:
         """A request has ended."""
-        self._requests.labels(endpoint, str(status)).inc()
+        self._requests.add(endpoint, str(status))
 
     def broken(self, code: str) -> None:
         """A stream has ended with an error frame."""
@@ -40,13 +40,13 @@ class ApiMetrics:
 
     def started(self, body_bytes: int) -> None:
         """A valid call begins."""
-        self._in_flight.inc()
-        self._bytes_in.inc(body_bytes)
+        self._in_flight.n += 1
+        self._bytes_in.n += body_bytes
 
     def ended(self, sent_bytes: int) -> None:
         """A call that was `started` has ended."""
-        self._in_flight.dec()
-        self._bytes_out.inc(sent_bytes)
+        self._in_flight.n -= 1
+        self._bytes_out.n += sent_bytes
 
     def first_token(self, endpoint: str, seconds: float) -> None:
         """A call's first token came after `seconds`."""
@@ -54,9 +54,9 @@ class ApiMetrics:
 
     def batch(self, frames: int, size: int) -> None:
         """A batch of frames came."""
-        self._batches.inc()
-        self._frames.inc(frames)
-        self._frame_bytes.inc(size)
+        self._batches.n += 1
+        self._frames.n += frames
+        self._frame_bytes.n += size
 
     def unreadable(self) -> None:
         """A bus message could not be decoded."""

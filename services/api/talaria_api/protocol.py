@@ -17,6 +17,7 @@ EDGE = "talaria.edge"
 """ASGI extension: the connection's `EdgeProtocol`."""
 HEAD_BYTES = 64 << 10
 """The most that a request line with its headers may have, with some slack for what arrives in one piece."""
+GATHER_BYTES = 2 << 20
 HEAD_TIMEOUT_S = 30.0
 """A request's headers must be whole this long after the connection, or after their first byte on a kept one."""
 
@@ -68,6 +69,19 @@ class EdgeProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self.scope["extensions"] = {EDGE: self}  # type: ignore[dict-item] # the object itself, not a dict
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body. The application hears of it once it is whole, or perhaps too large.
+
+        uvicorn stops reading at 64 KB until the application has taken them: at 400 KB that is seven turns of the loop.
+        """
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > GATHER_BYTES:
+            self.flow.pause_reading()
+            cycle.message_event.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""

@@ -67,7 +67,7 @@ class Ledger:
         """A delta; kept for the final frame when nobody reads the answer as it grows."""
         assert call.stream is not None
         if call.head.stream:
-            self._out.frame(call.head.api, call.stream.delta(fed, call.usage()))
+            self._out.frame(call.head.api, call.stream.delta(fed, call.cache_source))
         else:
             call.stream.hold(fed)
 

@@ -12,11 +12,15 @@ class InstanceMetrics:
     def __init__(self) -> None:
         metrics = Metrics("instance")
         self.registry = metrics.registry
-        self.forwards = metrics.counter("forwards", "Calls that arrived: accepted, or the reason why not", ["result"])
-        self.calls = metrics.counter("calls", "Calls that ended: stop, length, abort or error", ["model", "finish"])
+        self.forwards = metrics.labelled_tally(
+            "forwards", "Calls that arrived: accepted, or the reason why not", ["result"]
+        )
+        self.calls = metrics.labelled_tally(
+            "calls", "Calls that ended: stop, length, abort or error", ["model", "finish"]
+        )
         self.errors = metrics.counter("call_errors", "Calls that ended with an error, by code", ["model", "code"])
-        self.batches = metrics.counter("token_batches", "Token batches published")
-        self.frames = metrics.counter("frames", "Frames in token batches")
+        self.batches = metrics.tally("token_batches", "Token batches published")
+        self.frames = metrics.tally("frames", "Frames in token batches")
         self.lost = metrics.counter("publish_errors", "Messages that the bus refused, by kind", ["kind"])
         self.switching = metrics.counter("switch_seconds", "Time spent in model switches, by target", ["model"])
         self.tokenising = metrics.histogram("tokenise_seconds", "From body to token ids, waiting included", ["where"])
@@ -25,12 +29,12 @@ class InstanceMetrics:
         """Count a message that goes out."""
         match message:
             case TokenBatch(frames=frames):
-                self.batches.inc()
-                self.frames.inc(len(frames))
+                self.batches.n += 1
+                self.frames.n += len(frames)
             case ForwardReply(accepted=accepted, error=error):
-                self.forwards.labels("accepted" if accepted or error is None else error.code).inc()
+                self.forwards.add("accepted" if accepted or error is None else error.code)
             case Event(kind="completion", data=data):
-                self.calls.labels(data["model"], data["finish"]).inc()
+                self.calls.add(data["model"], data["finish"])
                 if "code" in data:
                     self.errors.labels(data["model"], data["code"]).inc()
             case Event(kind="switch", data=data):

@@ -47,13 +47,23 @@ class Outbox:
 
         Completions go before frames: a client that answers its final frame at once must find its lease installed.
         """
-        out = self._effects
-        out += [Publish(subjects.completion(self._iid), message) for message in self._completions]
-        for api in self._frames | self._alive:
-            batch = TokenBatch(
-                iid=self._iid, epoch=self._epoch, frames=self._frames.get(api, []), alive=self._alive.get(api)
-            )
-            out.append(Publish(subjects.tokens(api), batch))
-        out += self._events
-        self._effects, self._completions, self._frames, self._alive, self._events = [], [], {}, {}, []
+        out, self._effects = self._effects, []
+        if self._completions:
+            out += [Publish(subjects.completion(self._iid), message) for message in self._completions]
+            self._completions = []
+        if self._alive:
+            for api in self._frames | self._alive:
+                self._batch(out, api, self._frames.get(api, []), self._alive.get(api))
+            self._frames, self._alive = {}, {}
+        elif self._frames:
+            for api, frames in self._frames.items():
+                self._batch(out, api, frames, None)
+            self._frames = {}
+        if self._events:
+            out += self._events
+            self._events = []
         return out
+
+    def _batch(self, out: list[Effect], api: str, frames: list[Frame], alive: list[str] | None) -> None:
+        batch = TokenBatch(iid=self._iid, epoch=self._epoch, frames=frames, alive=alive)
+        out.append(Publish(subjects.tokens(api), batch))

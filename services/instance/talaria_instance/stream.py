@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from talaria_common.errors import TalariaError
 from talaria_common.wire import Frame, TokenLogprob, Usage
-from talaria_common.wire.call import FinishReason
+from talaria_common.wire.call import CacheSource, FinishReason
 from talaria_gpu.engine.contract import StepTokens
 from talaria_gpu.text import StopStrings, Tokenizer
 from talaria_instance.messages import CallKey, Prompt
@@ -83,34 +83,53 @@ class OutputStream:
             fed.stopped,
         )
 
-    def delta(self, fed: Fed, usage: Usage) -> Frame:
+    def delta(self, fed: Fed, cache_source: CacheSource) -> Frame:
         """A frame with more to come."""
-        return self._frame("delta", fed, usage)
+        rid, attempt = self._key
+        seq = self._next()
+        if seq:
+            return Frame(
+                rid=rid,
+                attempt=attempt,
+                seq=seq,
+                kind="delta",
+                text=fed.text,
+                token_ids=fed.token_ids,
+                logprobs=fed.logprobs,
+            )
+        return self._frame("delta", fed, seq, cache_source)
 
     def final(self, fed: Fed, finish: FinishReason, usage: Usage) -> Frame:
         """The last frame."""
-        return self._frame("final", self._held_and(fed), usage, finish)
+        return self._frame("final", self._held_and(fed), self._next(), usage.cache_source, usage=usage, finish=finish)
 
     def error(self, error: TalariaError, *, retryable: bool) -> Frame:
         """The last frame of a call that failed."""
         return error_frame(self._key, self._next(), error, retryable=retryable)
 
     def _frame(
-        self, kind: Literal["delta", "final"], fed: Fed, usage: Usage, finish: FinishReason | None = None
+        self,
+        kind: Literal["delta", "final"],
+        fed: Fed,
+        seq: int,
+        cache_source: CacheSource,
+        *,
+        usage: Usage | None = None,
+        finish: FinishReason | None = None,
     ) -> Frame:
-        first = self._seq == 0
+        first = seq == 0
         return Frame(
             rid=self._key.rid,
             attempt=self._key.attempt,
-            seq=self._next(),
+            seq=seq,
             kind=kind,
             text=fed.text,
             token_ids=fed.token_ids,
             logprobs=fed.logprobs,
             finish_reason=finish,
-            usage=usage if kind == "final" else None,
+            usage=usage,
             prompt_token_ids=list(self._prompt.input_ids) if first and self._prompt.params.return_token_ids else [],
-            cache_source=usage.cache_source if first else "none",
+            cache_source=cache_source if first else "none",
         )
 
     def _next(self) -> int:

@@ -7,6 +7,7 @@ its rid, each wait bounded; asking again while it waits only renews who is to be
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from talaria_common.clock import from_ms, to_ms
@@ -32,6 +33,7 @@ ASKS_MISSED = 3
 """A call that waits for room is dropped when its api did not ask again for this many of its intervals."""
 
 
+@lru_cache(8192)
 def key_of(tenant: str, session: str, model: str) -> tuple[str, int]:
     """(key, partition) of a session on a model. The partition is `ids.partition_of`, without hashing twice."""
     key = hash_id(tenant, session, model)
