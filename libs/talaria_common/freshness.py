@@ -11,6 +11,8 @@ from typing import Literal
 from talaria_common.wire.snapshot import Snapshot
 
 Health = Literal["ok", "stale", "gone"]
+HEALTHS: tuple[Health, ...] = ("ok", "stale", "gone")
+"""From good to bad."""
 
 GONE_FACTOR = 10
 """An instance is gone, not just stale, after this many times the stale age."""

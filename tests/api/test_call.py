@@ -89,11 +89,7 @@ class Story:
         return self.last
 
     def later(self, seconds: float) -> list[Effect]:
-        start = self.now
         self.now += seconds
-        while start < self.now:  # the bus brings others' messages all the time
-            start = min(start + 0.5, self.now)
-            self.peers.hear_anyone(start)
         return self.tell(Tick())
 
     # --- what others do

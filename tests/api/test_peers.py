@@ -7,12 +7,6 @@ def peers() -> Peers:
     return Peers(silence_s=2.0, outage_s=10.0)
 
 
-def others_speak(p: Peers, start: float, until: float) -> None:
-    """The bus brings something from somebody else all the time."""
-    for n in range(int((until - start) * 2) + 1):
-        p.hear_anyone(start + n / 2)
-
-
 def test_late_messages_of_an_earlier_life_are_ignored() -> None:
     p = peers()
     assert p.hear(1.0, "i", "a")
@@ -27,7 +21,6 @@ def test_message_of_an_earlier_life_is_no_sign_of_life() -> None:
     p = peers()
     p.hear(1.0, "i", "a")
     p.hear(2.0, "i", "b")
-    others_speak(p, 2.0, 4.0)
     p.hear(4.5, "i", "a")
     assert p.lost(4.5, "i", "b", since=2.0) == "silent"
 
@@ -35,21 +28,9 @@ def test_message_of_an_earlier_life_is_no_sign_of_life() -> None:
 def test_silence_counts_from_the_acceptance_at_the_earliest() -> None:
     p = peers()
     p.hear(1.0, "i", "a")
-    others_speak(p, 1.0, 102.0)
     assert p.lost(100.0, "i", "a", since=99.0) is None
     assert p.lost(102.0, "i", "a", since=99.0) == "silent"
     assert p.lost(102.0, "never-heard", "a", since=101.0) is None
-
-
-def test_a_bus_that_brings_nothing_from_anybody_is_nobodys_silence() -> None:
-    p = peers()
-    p.hear(1.0, "i", "a")
-    assert p.lost(10.0, "i", "a", since=1.0) is None
-    assert p.lost(11.5, "i", "a", since=1.0) == "silent"  # but not for ever
-    p.hear_anyone(12.0)  # it brings something again: now silence counts anew
-    assert p.lost(13.0, "i", "a", since=1.0) is None
-    others_speak(p, 12.5, 14.5)
-    assert p.lost(14.5, "i", "a", since=1.0) == "silent"
 
 
 def test_quiet_for() -> None:

@@ -167,6 +167,16 @@ async def test_restarted_nats_is_found_again(running: Mesh) -> None:
     assert errors(await load(running.http, "n2")) == []
 
 
+async def test_nats_that_stands_still_costs_time_only(running: Mesh) -> None:
+    work = load(running.http, "h")
+    await under_way(running, "h")
+    running.parts["nats"].kill(signal.SIGSTOP)
+    await asyncio.sleep(4.0)  # longer than any silence that is taken for death
+    running.parts["nats"].kill(signal.SIGCONT)
+    assert errors(await asyncio.wait_for(work, 90)) == []
+    await serves(running)
+
+
 async def test_client_that_leaves_frees_its_slot(running: Mesh) -> None:
     bus = await running.bus()
     ended: asyncio.Queue[bytes] = asyncio.Queue()

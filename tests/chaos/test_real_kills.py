@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.chaos, pytest.mark.mesh, pytest.mark
 
 @pytest.fixture
 async def running(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with mesh(tmp_path, real({"id": "cold-0"}, {"id": "cold-1"}), apis=2, ready_timeout_s=300) as it:
+    async with mesh(tmp_path, real("cold-0", "cold-1"), apis=2, ready_timeout_s=300) as it:
         yield it
 
 

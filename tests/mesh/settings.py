@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
-REAL_MODELS: dict[str, Any] = {
-    "smollm2-135m-instruct": {"source": "smollm2", "dtype": "float32", "context_tokens": 2048},
-    "tiny-qwen3-random": {"source": "tiny-qwen3", "dtype": "float32", "context_tokens": 2048},
-    "tiny-mla-random": {"source": "tiny-mla", "dtype": "float32", "context_tokens": 2048},
-}
+DEFAULT: dict[str, Any] = tomllib.loads((Path(__file__).parents[2] / "talaria.toml").read_text(encoding="utf-8"))
+REAL_MODELS: dict[str, Any] = DEFAULT["models"]
 
 
 def sim(
@@ -29,18 +28,12 @@ def sim(
     }
 
 
-def real(*instances: dict[str, Any], **extra: Any) -> dict[str, Any]:
-    """A mesh of real SGLang on CPU with the default models."""
-    rows = list(instances) or [{"id": "cold-0"}]
-    for row in rows:
-        row.setdefault("pool", "cold")
-        row.setdefault("models", list(REAL_MODELS))
-        row.setdefault("kv_tokens", 4096)
-        row.setdefault("buffer_mib", 780)
+def real(*iids: str) -> dict[str, Any]:
+    """talaria.toml with its cold instance alone, once under each of these ids."""
+    cold = next(row for row in DEFAULT["instances"] if row["pool"] == "cold")
     return {
         "log": {"level": "info", "format": "console"},
         "models": REAL_MODELS,
-        "instances": rows,
-        "router": {"t_ttft_s": 60, "overload": "queue"},  # as talaria.toml has it
-        **extra,
+        "instances": [cold | {"id": iid} for iid in iids],
+        "router": DEFAULT["router"],
     }

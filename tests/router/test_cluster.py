@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from talaria_common.wire import Placement
-from talaria_router.messages import Follow
+from talaria_router.messages import Follow, Heard
 from tests.router.rig import Rig, model, only, outcome, seen
 
 
@@ -161,3 +161,25 @@ def test_an_instance_listed_and_removed_in_one_view_is_gone(rig: Rig):
     rig.view(rig.snapshot("a", (model(queued=1),)), rig.snapshot("b"), removed=("a",))
     assert rig.state.cluster.get("a") is None
     assert rig.ask().iid == "b"
+
+
+def test_silence_of_the_bus_is_nobodys_silence(rig: Rig):
+    rig.view(rig.snapshot("a"), rig.snapshot("dead"))
+    for _ in range(4):
+        beat(rig, "a")
+    rig.do(Heard(connected=False))
+    rig.later(30.0)
+    rig.do(Heard(connected=True))
+    rig.later(1.4)
+    assert rig.ask("x").iid == "a"
+    assert rig.events("route")[-1].data["rejected"] == {"stale": 1}
+    rig.later(0.2)
+    assert rig.refused("y").reason == "no_instance", "it has had time to speak"
+
+
+def test_a_bus_that_comes_and_goes(rig: Rig):
+    for connected in (False, True, False):
+        rig.later(1.0)
+        rig.do(Heard(connected=connected))
+    rig.later(5.0)
+    assert isinstance(rig.ask("x"), Placement)

@@ -216,3 +216,20 @@ def test_a_full_view_of_many_instances_fits_the_bus(count: int):
     for n in range(count):
         rig.hear(f"instance-{n}")
     assert len(encode(rig.beat())) < 8 << 20
+
+
+def test_silence_before_the_bus_was_back_counts_against_nobody() -> None:
+    rig = Rig()
+    rig.hear("a")
+    rig.hear("dead")
+    rig.beat()
+    for _ in range(4):
+        rig.hear("a")
+        rig.beat(0.5)
+    assert rig.told()[-1] == ("dead", "health", "stale")
+    rig.clock.advance(30.0)  # the bus is away: no beats
+    rig.do(Announce())
+    view = rig.beat(1.4)
+    assert {v.snapshot.iid: v.health for v in view.instances} == {"a": "ok", "dead": "stale"}
+    rig.beat(0.2)
+    assert rig.told()[-1] == ("a", "health", "stale"), "but it has to speak now"

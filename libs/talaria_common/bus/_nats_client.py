@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import nats.aio.client
@@ -40,7 +40,11 @@ class MendedClient(Client):  # type: ignore[misc] # nats-py's types are not foll
         super().__init__()
         self.direct: dict[int, Direct] = {}
         """Subscriptions served in the read loop, by sid."""
-        self._ps = DirectParser(self, self.direct)
+        self._ps = DirectParser(self, self.direct, self.heard)
+        self.quiet = False
+        """Set by whoever wants to know whether anything is read; reading unsets it."""
+        self.on_sound: Callable[[], None] | None = None
+        """Called once, before what is read next is delivered."""
         self._asked: dict[str, asyncio.Future[Message]] = {}
         self._tokens = itertools.count()
         self._pending: list[bytes] = []
@@ -70,6 +74,19 @@ class MendedClient(Client):  # type: ignore[misc] # nats-py's types are not foll
             self._pings_outstanding = 0
             if not future.done():
                 future.set_result(True)
+
+    # --- a server that hangs
+
+    def heard(self) -> None:
+        """Something was read."""
+        self.quiet = False
+        if self.on_sound is not None:
+            tell, self.on_sound = self.on_sound, None
+            tell()
+
+    async def ping(self) -> None:
+        """Send a PING; nobody waits for its PONG, but it will be heard."""
+        await self._send_ping()
 
     # --- short ways
 

@@ -53,6 +53,25 @@ async def open_bucket(js: Any, bucket: str, ttl_s: float | None) -> bool:
     return bool(info.config.allow_direct)
 
 
+async def _mend_start(watcher: Any) -> None:
+    """Put the marker that ends a bucket's present state behind that state.
+
+    nats-py says at once that a bucket is empty if nothing is pending and nothing has come yet; but the server's word of
+    that may overtake entries that it has sent before, and a bucket with entries then seems empty (`keys` returns none).
+    """
+    updates = watcher._updates  # noqa: SLF001 - nats-py has no other way in
+    if not watcher._init_done or watcher._sub.delivered:  # noqa: SLF001
+        return
+    info = await watcher._sub.consumer_info()  # noqa: SLF001
+    if not info.delivered.consumer_seq:
+        return  # nothing was sent: it is empty
+    items = [updates.get_nowait() for _ in range(updates.qsize())]
+    entries = [item for item in items if item is not None]
+    watcher._init_done = bool(entries) and entries[-1].delta == 0  # noqa: SLF001 - else its last entry brings a marker
+    for item in [*entries, None] if watcher._init_done else entries:  # noqa: SLF001
+        updates.put_nowait(item)
+
+
 class NatsKv:
     """One bucket. See `talaria_common.bus.interface.KvBucket`.
 
@@ -143,7 +162,9 @@ class NatsKv:
         kv = KeyValue(name=self._bucket, stream=self._stream, pre=self._prefix, js=js, direct=self._direct)
         async for attempt in _until_ready():
             with attempt:
-                return await kv.watchall(meta_only=meta_only, inactive_threshold=_LISTING_IDLE_S)
+                watcher = await kv.watchall(meta_only=meta_only, inactive_threshold=_LISTING_IDLE_S)
+                await _mend_start(watcher)
+                return watcher
         raise AssertionError("unreachable: stamina returns or raises")
 
     async def _raw(self, key: str) -> Any:

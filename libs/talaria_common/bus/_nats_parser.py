@@ -30,14 +30,19 @@ def headers_of(block: bytes) -> dict[str, str]:
 
 
 class DirectParser(Parser):  # type: ignore[misc] # nats-py's types are not followed
-    """Delivers MSG and HMSG straight to `direct[sid]`; everything else goes nats-py's own way."""
+    """Delivers MSG and HMSG straight to `direct[sid]`; everything else goes nats-py's own way.
 
-    def __init__(self, client: Any, direct: dict[int, Direct]) -> None:
+    `heard` is called before what was read is delivered.
+    """
+
+    def __init__(self, client: Any, direct: dict[int, Direct], heard: Callable[[], None]) -> None:
         super().__init__(client)
         self._direct = direct
+        self._heard = heard
 
     async def parse(self, data: bytes = b"") -> None:
         """Take what was read; what is not complete waits for the next read."""
+        self._heard()
         if self.state != AWAITING_CONTROL_LINE:  # nats-py is within a message
             await super().parse(data)
             return

@@ -32,6 +32,10 @@ MAX_BUFFERED_BYTES = 32 << 20
 PING_S = 5.0
 MAX_PINGS_OUT = 2
 """A half-open connection is given up after three pings: 15 s, instead of nats-py's 6 minutes."""
+PROBE_S = 0.25
+MUTE_S = 1.0
+"""A server that brings nothing for this long, not even the answer to a ping, is away, though its connection stands: it
+hangs. Shorter than any silence for which a part takes another for dead."""
 JETSTREAM_TIMEOUT_S = 5.0
 JETSTREAM_READY_WITHIN_S = 15.0
 """JetStream comes up some time after the server takes connections."""
@@ -106,7 +110,9 @@ class NatsBus:
         self._watches: list[NatsWatch] = []
         self._callbacks: list[Callable[[bool], None]] = []
         self._up = False
+        self._mute = False
         self._closing = False
+        self._listener: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
@@ -152,12 +158,13 @@ class NatsBus:
             }
         )
         bus._adopt(await bus._open(timeout_s))
+        bus._listener = asyncio.create_task(bus._listen(), name="bus-listener")
         return bus
 
     @property
     def connected(self) -> bool:
-        """Whether the server can be reached now."""
-        return self._up and not self._closing
+        """Whether the server can be reached now: the connection stands, and it answers."""
+        return self._up and not self._mute and not self._closing
 
     @property
     def max_payload_bytes(self) -> int:
@@ -267,8 +274,9 @@ class NatsBus:
         self._closing = True
         for watch in self._watches:
             await watch.stop()
-        for task in list(self._tasks):
-            task.cancel()
+        for task in (self._listener, *self._tasks):
+            if task is not None:
+                task.cancel()
         # RuntimeError: nats-py writes out its backlog on a transport that uvloop knows to be closed.
         try:
             if self._up:
@@ -378,11 +386,40 @@ class NatsBus:
                 self._back(first=True)
                 return
 
+    async def _listen(self) -> None:
+        """Find out when the server hangs: it brings nothing, while we could hear it, not even the answer to a ping."""
+        loop = asyncio.get_running_loop()
+        silence_s = 0.0
+        while True:
+            client, began = self._client, loop.time()
+            client.quiet = True
+            await asyncio.sleep(PROBE_S)
+            late = loop.time() - began > 2 * PROBE_S  # then it was us who stood still: what it said waits to be read
+            if late or self._mute or not self._up or client is not self._client or not client.quiet:
+                silence_s = 0.0
+                continue
+            if not silence_s:
+                with contextlib.suppress(nats.errors.Error, OSError):
+                    await client.ping()
+            silence_s += PROBE_S
+            if silence_s > MUTE_S:
+                self._mute = True
+                client.on_sound = self._unmute
+                log.warning("the message bus does not answer", url=self._options["servers"])
+                self._tell(False)
+
+    def _unmute(self) -> None:
+        if self._mute:
+            self._mute = False
+            log.info("the message bus answers again", url=self._options["servers"])
+            self._tell(True)
+
     def _lost(self) -> None:
         if self._up and not self._closing:
-            self._up = False
+            told, self._up, self._mute = self._mute, False, False
             log.warning("lost the message bus", url=self._options["servers"])
-            self._tell(False)
+            if not told:
+                self._tell(False)
 
     def _back(self, *, first: bool = False) -> None:
         if self._closing or (self._up and not first):

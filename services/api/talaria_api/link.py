@@ -290,7 +290,6 @@ class Link:
             self._metrics.unreadable()
             log.warning("a cluster view cannot be read", error=str(e))
             return
-        self._peers.hear_anyone(self._clock.now())
         for gone in self.cluster.update(self._clock.now(), view):
             self._feed_all(Gone(gone.snapshot.iid, gone.snapshot.epoch), list(self._calls.values()))
 

@@ -1,8 +1,7 @@
 """What the api has heard of each instance: its present epoch and when it last spoke (DESIGN 10: silence means death).
 
 Pure state, shared by all calls. Silence counts only while we could have heard: not before our own bus connection was
-back, not while this process itself stood still, and not while the bus brings nothing from anybody (a server that hangs
-keeps its connections).
+back, and not while this process itself stood still.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Peers:
 
     Args:
         silence_s: without a batch for this long, an instance with calls of ours is taken for dead.
-        outage_s: the same, while our own bus connection is down or brings nothing at all.
+        outage_s: the same, while our own bus connection is down and nothing can be heard.
     """
 
     def __init__(self, silence_s: float, outage_s: float) -> None:
@@ -36,12 +35,10 @@ class Peers:
         self._outage_s = outage_s
         self._peers: dict[str, _Peer] = {}
         self._floor = 0.0
-        self._anyone_at = 0.0
         self._connected = True
 
     def hear(self, now: float, iid: str, epoch: str) -> bool:
         """A message of (iid, epoch) has come. False if it is of an earlier life: it is to be ignored."""
-        self.hear_anyone(now)
         peer = self._peers.get(iid)
         if peer is None:
             self._peers[iid] = _Peer(epoch, now)
@@ -54,12 +51,6 @@ class Peers:
         peer.heard_at = now
         return True
 
-    def hear_anyone(self, now: float) -> None:
-        """The bus has brought something. After a long nothing, everybody's silence counts from here on."""
-        if now - self._anyone_at > self._silence_s / 2:
-            self._floor = now
-        self._anyone_at = now
-
     def lost(self, now: float, iid: str, epoch: str, since: float) -> Lost | None:
         """Whether and why (iid, epoch), known alive at `since`, is to be taken for dead."""
         peer = self._peers.get(iid)
@@ -68,8 +59,7 @@ class Peers:
             if epoch and epoch in peer.retired:
                 return "restarted"
             heard = max(heard, peer.heard_at)
-        hears = self._connected and now - self._anyone_at <= self._silence_s / 2
-        limit = self._silence_s if hears else self._outage_s
+        limit = self._silence_s if self._connected else self._outage_s
         return "silent" if now - heard > limit else None
 
     def quiet_for(self, now: float, iid: str) -> float:

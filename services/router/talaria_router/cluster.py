@@ -3,10 +3,11 @@
 Each `InstanceView` carries a whole snapshot, so what a delta brings is used even after a lost one; only the membership
 (`removed`, and who is missing from a full view) waits for the next full view. Ages count on by the router's own clock.
 
-When the view falls silent it is telemetry that is late, not the instances: the router then listens to their snapshots
-itself (`follow`), and the silence up to the moment when those can have arrived is not held against anyone. So a dead
-telemetry costs no call, and an instance that dies in the same moment is found out a few heartbeats later (ADR in
-docs/adr/0006).
+While the bus itself cannot be heard, and until everybody has had time to speak after its return, nobody's silence
+counts. When only the view falls silent it is telemetry that is late, not the instances: the router then listens to
+their snapshots itself (`follow`), and the silence up to the moment when those can have arrived is not held against
+anyone. So a dead telemetry costs no call, and an instance that dies in the same moment is found out a few heartbeats
+later (ADR in docs/adr/0006).
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class Cluster:
         self._last_view = float("-inf")
         self._follow_since: float | None = None
         self._first_contact: float | None = None
+        self._last_heard = float("-inf")
+        self._deaf_since: float | None = None
+        """When the last message came before the bus was lost."""
+        self._hears_since: float | None = None
         self.version = 0
         """Version of the last cluster view."""
         self.gaps = 0
@@ -109,7 +114,7 @@ class Cluster:
         source.synced = view.full or (source.synced and follows)
         source.epoch, source.version = view.epoch, view.version
         self.version = view.version
-        self._last_view = now
+        self._last_view = self._last_heard = now
         taken = [v.snapshot.iid for v in view.instances if self._take(now - v.age_ms / 1000, v.snapshot, v, now)]
         removed = list(view.removed)
         if view.full:
@@ -122,9 +127,16 @@ class Cluster:
 
     def heard(self, now: float, snapshot: Snapshot) -> bool:
         """Take in a snapshot that came straight from its instance; False if it is old."""
+        self._last_heard = now
         took = self._take(now, snapshot, None, now)
         self._index()
         return took
+
+    def connection(self, now: float, connected: bool) -> None:
+        """The bus was lost, or is there again."""
+        if not connected and self._deaf_since is None:
+            self._deaf_since = self._last_heard
+        self._hears_since = now if connected else None
 
     def watch(self, now: float) -> bool | None:
         """Whether following is to be switched on (True) or off (False) now; None: leave it."""
@@ -142,7 +154,8 @@ class Cluster:
         instance = self._instances.get(iid)
         if instance is None:
             return "gone"
-        age = now - instance.seen_at
+        deaf_since = self._forgiven_from(now)
+        age = (now if deaf_since is None else deaf_since) - instance.seen_at
         limit = self._heartbeat_s * self._missed
         if age > limit and self._excused(now, instance.seen_at):
             age = limit
@@ -157,6 +170,9 @@ class Cluster:
         It is `health` for many at once. Where telemetry's silence is excused, what counts is how fresh an instance
         was when it fell silent.
         """
+        deaf_since = self._forgiven_from(now)
+        if deaf_since is not None:
+            return deaf_since
         since = self._follow_since
         silent = now - self._last_view > self._heartbeat_s
         if silent and (since is None or now - since <= self.stale_after_s):
@@ -188,6 +204,12 @@ class Cluster:
     def healths(self, now: float) -> dict[str, Health]:
         """Health of all instances."""
         return {iid: self.health(iid, now) for iid in self._instances}
+
+    def _forgiven_from(self, now: float) -> float | None:
+        """Silence from here on is the bus's; None: it is everybody's own."""
+        if self._hears_since is not None and now - self._hears_since > self.stale_after_s:
+            self._deaf_since = None
+        return self._deaf_since
 
     def _excused(self, now: float, seen_at: float) -> bool:
         """Whether an instance's silence may be telemetry's: it was fresh when the view fell silent."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from talaria_common.wire import ClusterView, Completion, SessionRecord, Snapshot
 from talaria_router import asking, following
 from talaria_router.config import RouterConfig
-from talaria_router.messages import Ask, Controlled, Effect, Gained, Input, Lost, Probed, Restored, Tick
+from talaria_router.messages import Ask, Controlled, Effect, Gained, Heard, Input, Lost, Probed, Restored, Tick
 from talaria_router.state import RouterState, Turn
 
 
@@ -23,7 +23,7 @@ class RouterCore:
     def __init__(self, config: RouterConfig, router: str, epoch: str) -> None:
         self.state = RouterState(config, router, epoch)
 
-    def handle(self, now: float, message: Input) -> list[Effect]:
+    def handle(self, now: float, message: Input) -> list[Effect]:  # noqa: C901 - one case per message
         """Take in one message at `now` (seconds, never going back); returns what is to be done, in order."""
         turn = Turn(self.state, now)
         if isinstance(message, Ask):
@@ -42,6 +42,8 @@ class RouterCore:
             following.probed(turn, message)
         elif isinstance(message, Controlled):
             following.controlled(turn, message)
+        elif isinstance(message, Heard):
+            self.state.cluster.connection(now, message.connected)
         elif isinstance(message, Gained):
             following.gained(turn, message)
         else:

@@ -53,11 +53,17 @@ class Controlled(NamedTuple):
     ok: bool
 
 
+class Heard(NamedTuple):
+    """Whether the bus can be heard, from now on."""
+
+    connected: bool
+
+
 class Tick(NamedTuple):
     """Time has passed: leases, placements, waits and staleness are looked at. Every 50 to 100 ms."""
 
 
-Input = Ask | Completion | ClusterView | Snapshot | Probed | Restored | Gained | Lost | Controlled | Tick
+Input = Ask | Completion | ClusterView | Snapshot | Probed | Restored | Gained | Lost | Controlled | Heard | Tick
 
 
 class Reply(NamedTuple):

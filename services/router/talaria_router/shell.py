@@ -42,6 +42,7 @@ from talaria_router.messages import (
     Emit,
     Follow,
     Gained,
+    Heard,
     Load,
     Lost,
     Probe,
@@ -141,6 +142,7 @@ class RouterShell:
     # --- from the bus into the core
 
     def _on_connection(self, connected: bool) -> None:
+        self._handle(Heard(connected))
         if connected:
             self.claims.connected()
 

@@ -52,6 +52,8 @@ class TelemetryCore:
         self._present: dict[str, Expected] = {}
         self._removed: list[str] = []
         self._full_due = True
+        self._heard_from = float("-inf")
+        """Since when instances can be heard: the bus's last return."""
         self._beats = 0
 
     def handle(self, now: float, message: Input) -> list[Effect]:
@@ -65,7 +67,7 @@ class TelemetryCore:
             self._presence(now, message, out)
         else:
             assert isinstance(message, Announce)
-            self._full_due = True
+            self._full_due, self._heard_from = True, now
         return out
 
     def _snapshot(self, now: float, snapshot: Snapshot, out: list[Effect]) -> None:
@@ -109,7 +111,7 @@ class TelemetryCore:
                 self.instances[iid] = awaited(expected, now)
                 self._full_due = True
         for iid, instance in list(self.instances.items()):
-            health = instance.judge(now, self._heartbeat_s, self._missed)
+            health = instance.judge(now, self._heartbeat_s, self._missed, self._heard_from)
             if health != instance.health:
                 self._health(now, instance, health, f"silent for {instance.age_s(now):.1f} s", out)
             wanted = iid in self._configured or iid in self._present

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from talaria_common.freshness import Health, health_of, supersedes
+from talaria_common.freshness import HEALTHS, Health, health_of, supersedes
 from talaria_common.wire import InstanceView, ModelState, Snapshot
 
 
@@ -40,9 +40,16 @@ class Instance:
         """Time since its newest snapshot came."""
         return max(0.0, now - self.received_at)
 
-    def judge(self, now: float, heartbeat_s: float, missed: int) -> Health:
-        """Health by age. One that was never heard is not fit for anything yet: gone."""
-        return health_of(self.age_s(now), heartbeat_s, missed) if self.heard else "gone"
+    def judge(self, now: float, heartbeat_s: float, missed: int, heard_from: float) -> Health:
+        """Health by age. One that was never heard is not fit for anything yet: gone.
+
+        `heard_from`: since when anybody can be heard; silence before that counts against nobody, and for nobody.
+        """
+        if not self.heard:
+            return "gone"
+        silent_s = max(0.0, now - max(self.received_at, heard_from))
+        judged = health_of(silent_s, heartbeat_s, missed)
+        return judged if self.received_at >= heard_from else max(judged, self.health, key=HEALTHS.index)
 
     def view(self, now: float) -> InstanceView:
         """As it is published."""

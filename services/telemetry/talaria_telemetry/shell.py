@@ -69,7 +69,7 @@ class TelemetryShell:
         self._subs.append(await self._bus.subscribe(subjects.ALL_COMPLETIONS, self._on_completion))
         self._bus.on_connection(self._on_connection)
         self._spawn(self._send())
-        self._spawn(every(self.settings.mesh.heartbeat_s, lambda: self._handle(Beat()), clock=self._clock))
+        self._spawn(every(self.settings.mesh.heartbeat_s, self._beat, clock=self._clock))
         self._spawn(self._keep_stream())
         self._spawn(self._watch_presence())
 
@@ -152,15 +152,19 @@ class TelemetryShell:
             return
         self._handle(Present(key, presence))
 
+    def _beat(self) -> None:
+        if self._bus.connected:
+            self._handle(Beat())
+        else:
+            # Nobody can be heard, so nobody is judged; and a view would be delivered later, with ages that are lies.
+            self._unsaid = True
+
     def _handle(self, message: Input) -> None:
         if self._unsaid and self._bus.connected:  # a beat may come before the connection's own callback
             self._unsaid = False
             self.core.handle(self._clock.now(), Announce())
         for effect in self.core.handle(self._clock.now(), message):
             if isinstance(effect, Publish):
-                if not self._bus.connected:
-                    self._unsaid = True
-                    continue  # it would be delivered after the reconnect, and its ages would be lies
                 self._outbox.append((subjects.CLUSTER, encode(effect.view)))
             else:
                 event = effect.event

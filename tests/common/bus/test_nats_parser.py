@@ -48,7 +48,7 @@ def run(pieces: list[bytes]) -> list[Any]:
         client.seen.append((message.subject, message.reply, message.data, dict(message.headers)))
         return True
 
-    parser = DirectParser(client, {1: take})
+    parser = DirectParser(client, {1: take}, lambda: None)
 
     async def feed() -> None:
         for piece in pieces:

@@ -4,8 +4,11 @@ itself, what the bus makes of it on `NatsBus`."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import nats
 import pytest
@@ -15,7 +18,9 @@ from nats.js.kv import KeyValue
 from talaria_common import subjects
 from talaria_common.bus import Bus, KvEntry, Message, NatsBus
 from talaria_common.bus._nats_client import READ_BUFFER_BYTES, MendedClient
+from talaria_common.bus._nats_kv import _mend_start
 from talaria_common.bus.names import overlaps
+from talaria_common.bus.nats import MUTE_S
 from talaria_common.bus.server_conf import ServerConf
 from tests.support.nats_server import NatsServer
 from tests.support.waiting import Inbox, until
@@ -254,3 +259,58 @@ def test_the_overridden_methods_are_still_there():
         assert callable(getattr(Client, method))
         assert callable(getattr(MendedClient, method))
     assert isinstance(KeyValue, type)
+
+
+async def test_a_server_that_hangs_is_away_until_it_answers(tmp_path: Path):
+    """Its connections stand, and the kernel takes what is written to them: only its silence shows it."""
+    server = NatsServer(tmp_path).start()
+    bus, other = await NatsBus.connect(server.url), await NatsBus.connect(server.url)
+    told: list[bool] = []
+    inbox = Inbox()
+    bus.on_connection(told.append)
+    bus.on_connection(lambda up: inbox.messages.append(Message("connection", str(up).encode(), {}, None)))
+    await bus.subscribe("a.b", inbox)
+    await bus.flush()
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        await until(lambda: told == [False], what="being told that it is away")
+        assert not bus.connected
+        await other.publish("a.b", b"late")
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    await until(lambda: [m.subject for m in inbox.messages][-1:] == ["a.b"], what="what was sent meanwhile")
+    assert [m.data for m in inbox.messages] == [b"False", b"True", b"late"], "told before anything is delivered"
+    assert bus.connected
+    await bus.close()
+    await other.close()
+    server.stop()
+
+
+async def test_a_quiet_server_is_not_away(nats_url: str):
+    bus = await NatsBus.connect(nats_url)
+    told: list[bool] = []
+    bus.on_connection(told.append)
+    await asyncio.sleep(2 * MUTE_S)  # nothing is said in all this time but pings and pongs
+    assert told == []
+    await bus.close()
+
+
+@pytest.mark.parametrize("come", [0, 1, 2])
+async def test_4_entries_overtaken_by_the_word_that_nothing_is_pending(bus: NatsBus, raw: Client, come: int):
+    """The marker of an empty bucket, put by nats-py while entries are on their way: `come` of them already here."""
+    kv = await bus.kv("b")
+    for key in ("k1", "k2"):
+        await kv.put(key, b"v")
+    watcher = await (await raw.jetstream().key_value("b")).watchall()
+    entries = [await watcher.updates() for _ in range(2)]
+    assert [await watcher.updates(), watcher._updates.qsize()] == [None, 0]
+    for item in (None, *entries[:come]):
+        watcher._updates.put_nowait(item)
+    watcher._sub._sub._received = 0
+    await _mend_start(watcher)
+    if come < 2:
+        assert not watcher._init_done
+        return
+    assert [(await watcher.updates()).key for _ in range(2)] == ["k1", "k2"]
+    assert await watcher.updates() is None
+    await watcher.stop()
