@@ -261,7 +261,6 @@ def _try_lease(turn: Turn, case: Case, entry: Entry, probed: bool | None) -> str
     profile = profile_of(instance, instance.models[entry.model], state.profiles)
     tokens = max(1, state.profiles.prompt_tokens(entry.model, request.prompt_bytes) - entry.kv_tokens)
     # Consumed together with the overlay's entry and before the answer: a second call of the session cannot have it too.
-    turn.lease_event("consumed", entry, rid=request.rid)
     state.leases.consume(entry)
     placement = _place(turn, case, _Place(entry.iid, "lease", tokens, tokens * profile.prefill_ms_per_token))
     turn.out.append(Dirty(case.key))

@@ -80,7 +80,7 @@ def route_event(router: str, now: float, view: int, decision: Decision) -> Event
 
 
 def lease_event(router: str, now: float, what: str, entry: Entry, *, reason: str = "", rid: str = "") -> Event:
-    """A lease was installed, consumed, expired or discarded."""
+    """A lease was installed, or ended without a return; the `route` event of the call that consumes one says that."""
     data: dict[str, Any] = {
         "what": what,
         "session": entry.session,
