@@ -138,7 +138,7 @@ def test_the_deadline_heap_forgets_finished_calls() -> None:
     for i in range(5000):
         arrive(core, 0.0, f"r{i}", "a", deadline=1e6 + i)
         step(core, 0.0, "prefill", {f"r{i}": "length"})
-    assert len(core._deadlines) < 200
+    assert len(core._state.deadlines) < 200
     assert core.resting
 
 
@@ -172,7 +172,7 @@ def test_in_a_round_p_takes_the_urgent_first_and_leaves_what_does_not_fit() -> N
     assert core.handle(9.0, Turn())[-1] == RunSwitch("a")
     arrive(core, 9.0, "b2", "b", tokens=1)
     core.handle(9.0, Switched("a", 0.0))
-    core._slot.end = 9.1  # type: ignore[union-attr]
+    core._state.slot.end = 9.1  # type: ignore[union-attr]
     (order,) = core.handle(9.0, Turn())
     assert order == RunStep("a", frozenset({"vip", "soon"}))
 
@@ -212,7 +212,7 @@ def test_suspended_calls_go_on_without_waiting() -> None:
     step(core, 0.2, "decode", {"old": ""})
     core.handle(0.2, Turn())
     core.handle(0.2, Switched("b", 100.0, [], 1, 0))
-    assert not core._queues["a"].waiting
+    assert not core._state.queues["a"].waiting
     step(core, 0.2, "prefill", {"other": ""}, model="b")
     core.handle(0.2, Turn())
     step(core, 9.0, "decode", {"other": ""}, model="b")

@@ -398,13 +398,13 @@ class Toy:
         assert slot
         assert core.plan is not None
         plan = core.plan.slots[slot.model]
-        assert core._slot
-        end = core._slot.end
+        assert core._state.slot
+        end = core._state.slot.end
         cost = core.estimates.prefill_ms(slot.model, sum(max(1, self._todo(r)) for r in batch))
         decode_ms = core.estimates.decode_ms(slot.model)
-        protected = max(0, plan.decodes - core._slot.decoded) * decode_ms
+        protected = max(0, plan.decodes - core._state.slot.decoded) * decode_ms
         if not self.config.suspends:
-            protected = max(protected, core._slot.lost_ms + cost)
+            protected = max(protected, core._state.slot.lost_ms + cost)
         return (end - self.now) * 1000 - cost - protected >= -_EPS
 
     def _todo(self, rid: str) -> int:
