@@ -29,6 +29,21 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 Connect = Callable[[], Awaitable[Bus]]
 
+LONG = ("mesh/test_real", "gpu/engine/sglang", "cli/test_up_real", "chaos", "replay", "cli", "gpu/engine", "mesh")
+"""Folders and files that take minutes, the longest first: with several workers (`make test`), nobody waits at the end
+for one that was begun last."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones first; within a file, the order stays."""
+    here = Path(__file__).parent
+
+    def rank(item: pytest.Item) -> int:
+        path = item.path.relative_to(here).as_posix()
+        return next((n for n, prefix in enumerate(LONG) if path.startswith(prefix)), len(LONG))
+
+    items.sort(key=rank)
+
 
 @pytest.fixture(scope="session")
 def _shared_nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:

@@ -350,16 +350,6 @@ def test_a_deadline_that_passes_here(rig, key):
     rig.check_promises()
 
 
-def test_an_api_that_was_restarted_leaves_orphans(rig, build):
-    rig.forward(build.rid(1), api_epoch="e0")
-    rig.forward(build.rid(2), api="api-1")
-    assert rig.forward(build.rid(3), api_epoch="e1").accepted
-    assert {k.rid for k in rig.core.calls} == {build.rid(2), build.rid(3)}
-    assert not rig.forward(build.rid(4), api_epoch="e0").accepted  # a late message of the earlier life
-    assert rig.forward(build.rid(5), api_epoch="e1").accepted
-    rig.check_promises()
-
-
 # --- the engine's life
 
 

@@ -27,7 +27,6 @@ class Instance(RuleBasedStateMachine):
     def begin(self, max_queued):
         self.rig = self.build.Rig(auto_prepare=False, max_queued=max_queued)
         self.seq = 0
-        self.epochs = {"api-0": "e", "api-1": "e"}
 
     @rule(api=st.sampled_from(["api-0", "api-1"]), stop=st.booleans(), tokenised=st.sampled_from([True, True, False]))
     def arrive(self, api, stop, tokenised):
@@ -35,7 +34,7 @@ class Instance(RuleBasedStateMachine):
         self.seq += 1
         key = m.CallKey(self.build.rid(100 + self.seq), 0)
         data = self.build.body(stop=list(self.STOPS)) if stop else self.build.body()
-        fields = {"api": api, "api_epoch": self.epochs[api], "rev": 2, "seq": self.seq, "data": data}
+        fields = {"api": api, "rev": 2, "seq": self.seq, "data": data}
         if self.rig.forward(key.rid, **fields).accepted and tokenised:
             self.rig.prepare(key)
 
@@ -44,15 +43,12 @@ class Instance(RuleBasedStateMachine):
         rev=st.integers(1, 2),
         model=st.sampled_from(["alpha", "beta", "gamma"]),
         deadline_s=st.sampled_from([-5.0, 3.0, 60.0]),
-        new_epoch=st.sampled_from([False, False, False, True]),
     )
-    def forward_odd(self, call, rev, model, deadline_s, new_epoch):
-        """Repeats, older attempts, stale owners, late ones, unknown models, an api restarted."""
+    def forward_odd(self, call, rev, model, deadline_s):
+        """Repeats, older attempts, stale owners, late ones, unknown models."""
         self.seq += 1
-        if new_epoch:
-            self.epochs["api-0"] += "+"
         fields = {"rev": rev, "model": model, "deadline_s": deadline_s, "accept_s": deadline_s, "seq": self.seq}
-        self.rig.forward(self.build.rid(call[0]), call[1], api_epoch=self.epochs["api-0"], **fields)
+        self.rig.forward(self.build.rid(call[0]), call[1], **fields)
 
     @precondition(lambda self: self.rig.to_prepare)
     @rule(data=st.data(), ok=st.booleans())

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,9 @@ from typing import Any
 import httpx
 import tomli_w
 
-from talaria_common.bus import NatsBus
+from talaria_common import subjects
+from talaria_common.bus import Message, NatsBus
+from talaria_common.wire import ClusterView, decode
 
 
 def free_port() -> int:
@@ -128,6 +131,27 @@ class Mesh:
             await asyncio.sleep(0.1)
         raise AssertionError(f"not ready after {timeout_s} s: {said}\n" + "\n".join(self.tail(p) for p in self.parts))
 
+    async def all_instances_ready(self, timeout_s: float) -> None:
+        """Until telemetry has said so of each; /readyz waits for one of them only."""
+        waiting = {row["id"] for row in tomllib.loads(self.config.read_text())["instances"]}
+        done = asyncio.Event()
+
+        def hear(message: Message) -> None:
+            for view in decode(message.data, ClusterView).instances:
+                if view.snapshot.status == "ready":
+                    waiting.discard(view.snapshot.iid)
+            if not waiting:
+                done.set()
+
+        bus = await self.bus()
+        try:
+            await bus.subscribe(subjects.CLUSTER, hear)
+            await asyncio.wait_for(done.wait(), timeout_s)
+        except TimeoutError:
+            raise AssertionError(f"not ready: {waiting}\n" + "\n".join(self.tail(p) for p in waiting)) from None
+        finally:
+            await bus.close()
+
     def tail(self, name: str, lines: int = 25) -> str:
         text = self.parts[name].log.read_text(errors="replace").splitlines()[-lines:]
         return f"--- {name}\n" + "\n".join(text)
@@ -192,6 +216,7 @@ async def mesh(
             part.start()
         for url in urls:
             await it.wait_ready(ready_timeout_s, url)
+        await it.all_instances_ready(ready_timeout_s)
         yield it
     finally:
         await it.close()

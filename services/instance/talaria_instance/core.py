@@ -151,9 +151,6 @@ class InstanceCore:
             self._out.do(Answer(message.handle, reply))
             self._out.event(now, "forward", events.forward(head, error, self.queued, message.trace))
             return
-        if self._fences.new_api_epoch(head):
-            for orphan in [c for c in ledger.calls.values() if c.head.api == head.api]:
-                ledger.abort(now, orphan)  # its clients went with the api's earlier life
         older = ledger.attempt_of(place.fence.rid)
         if older is not None:
             ledger.abort(now, older)  # the api has given it up, or it would not have tried again

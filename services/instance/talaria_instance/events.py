@@ -55,10 +55,12 @@ def completion(message: Completion, finish: str, code: str) -> dict[str, Any]:
 
 
 def switch(timing: SwitchTiming) -> dict[str, Any]:
-    """One SWITCH_TIMING record of one rank."""
+    """One SWITCH_TIMING record of one rank; of several, the logical switch with each rank's record in `ranks`."""
     data: dict[str, Any] = {
-        name: getattr(timing, name) for name in SwitchTiming.__struct_fields__ if name != "phases_ms"
+        name: getattr(timing, name) for name in SwitchTiming.__struct_fields__ if name not in {"phases_ms", "ranks"}
     }
+    if timing.ranks:
+        data["ranks"] = [switch(rank) for rank in timing.ranks]
     return data | dict(zip(SWITCH_PHASES, timing.phases_ms, strict=True))
 
 

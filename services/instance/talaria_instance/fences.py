@@ -17,7 +17,6 @@ ATTEMPT_MEMORY_S = 900.0
 ATTEMPT_MEMORY_MAX = 65_536
 EARLY_CANCEL_S = 10.0
 EARLY_CANCEL_MAX = 4096
-EPOCHS_PER_API = 16
 
 
 class Refusal(NamedTuple):
@@ -36,7 +35,6 @@ class Fences:
         self._owner_revs: dict[int, int] = {}
         self._attempts: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._early: OrderedDict[CallKey, float] = OrderedDict()
-        self._api_epochs: dict[str, list[str]] = {}
 
     def check(self, now: float, head: ForwardHead) -> Refusal | None:  # noqa: PLR0911 - one return per reason
         """None if the forward is in order; what it carries is remembered either way, so a repeat is refused."""
@@ -48,9 +46,6 @@ class Fences:
             message = f"fenced: partition {fence.partition} has owner revision {known}, not {fence.owner_rev}"
             return Refusal(UnavailableError(message), retryable=True)
         self._owner_revs[fence.partition] = fence.owner_rev
-        epochs = self._api_epochs.get(head.api, [])
-        if head.api_epoch in epochs[:-1]:
-            return Refusal(UnavailableError(f"{head.api} has been restarted since"), retryable=False)
         last = self._attempts.get(fence.rid)
         if last is not None and fence.attempt <= last[0]:
             message = f"attempt {fence.attempt} of {fence.rid} has been here already, the last was {last[0]}"
@@ -63,15 +58,6 @@ class Fences:
         if self._was_cancelled(now, CallKey(fence.rid, fence.attempt)):
             return Refusal(UnavailableError("cancelled before it arrived"), retryable=False)
         return None
-
-    def new_api_epoch(self, head: ForwardHead) -> bool:
-        """Note the epoch of the api that forwards; true if it was another before: the api has been restarted."""
-        epochs = self._api_epochs.setdefault(head.api, [])
-        if epochs and epochs[-1] == head.api_epoch:
-            return False
-        epochs.append(head.api_epoch)
-        del epochs[:-EPOCHS_PER_API]
-        return len(epochs) > 1
 
     def cancel_came_early(self, now: float, cancel: Cancel) -> None:
         """A cancel for a call that is not here: perhaps it is on its way. Kept briefly."""
