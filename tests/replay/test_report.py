@@ -10,10 +10,6 @@ from msgspec.structs import replace
 from talaria_cli.report import ReportOptions, run_report
 from talaria_replay import trace, workload
 from talaria_replay.generate import generate
-from talaria_replay.report import spec
-from talaria_replay.report.markdown import page
-from talaria_replay.report.run import Runner
-from talaria_replay.sim.scenario import ABLATIONS, BUILT
 from talaria_replay.trace import read, write
 
 MODELS = ["a", "b", "c"]
@@ -52,21 +48,6 @@ def test_the_quick_parts_of_the_report(tmp_path: Path) -> None:
     for png in ("figure-2.png", "figure-9.png"):
         assert (tmp_path / png).read_bytes().startswith(b"\x89PNG")
         assert png in text
-
-
-def test_what_is_not_built_has_no_number() -> None:
-    paper = spec.load("paper")
-    (ablations,) = spec.select(paper, ["figures-6-7-11-14"])
-    outcome = Runner(paper, issues=1).run(ablations)
-    for row in outcome.rows:
-        built = ABLATIONS[row.what.split(",")[0]] <= BUILT
-        assert (row.predicted is not None) == built
-        if not built:
-            assert "not built yet" in row.note
-            assert row.published is not None
-    text = page([outcome], {}, paper.pending, "x")
-    for mechanism in {"sp", "hkvr", "staging"} - BUILT:
-        assert f"- {mechanism}: " in text
 
 
 def test_mistakes_in_experiment_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from talaria_gpu.engine.ipc import SlotEnded
+from talaria_gpu.engine.sim.device import Part
 from talaria_gpu.sched import admission
 from talaria_replay import workload
 from talaria_replay.generate import SHAPES, generate
 from talaria_replay.sim import profiles
-from talaria_replay.sim.device import ProfiledDevice, kv_capacity_tokens, times
+from talaria_replay.sim.device import ProfiledDevice, Times, kv_capacity_tokens, times
 from talaria_replay.sim.laws import CallLaws, InstanceLaws, LawError
 from talaria_replay.sim.run import encode, simulate
-from talaria_replay.sim.scenario import ABLATIONS, BUILT, Group, Scenario, ScenarioError
+from talaria_replay.sim.scenario import Group, Scenario, ScenarioError
 from talaria_replay.trace import Call
 from talaria_router import cost
 from talaria_router.policies import POLICIES
@@ -37,6 +38,11 @@ def trace_of(
     return list(
         generate(shape, sessions=sessions, models=models, seed=seed, max_calls=calls, max_context_tokens=120_000)
     )
+
+
+def prefill(t: Times, cached: int, new: int, step: int = 8192) -> float:
+    """In steps of 8192 tokens, as the shipped models have it."""
+    return sum(t.prefill_ms([Part(cached, done, min(step, new - done))]) for done in range(0, new, step))
 
 
 @pytest.mark.parametrize("scenario", [ONE, TWO], ids=["one", "two"])
@@ -95,7 +101,7 @@ def test_a_session_alone_is_what_its_parts_add_up_to() -> None:
     for r in result.calls:
         new = r.prompt_tokens - r.cached_tokens
         assert r.ttft_s * 1000 == pytest.approx(
-            t.prefill_ms([(r.cached_tokens, new)]) + r.prompt_tokens / 1000 * 0.7 + 5 * scenario.hop_ms, abs=0.6
+            prefill(t, r.cached_tokens, new) + r.prompt_tokens / 1000 * 0.7 + 5 * scenario.hop_ms, abs=0.6
         )
         decode = t.decode_ms(1, r.prompt_tokens + 1, r.completion_tokens - 1)
         assert (r.done_s - r.first_s) * 1000 == pytest.approx(decode, rel=1e-3, abs=0.6)
@@ -103,19 +109,9 @@ def test_a_session_alone_is_what_its_parts_add_up_to() -> None:
     assert result.summary["switches"] == 0
 
 
-@pytest.mark.parametrize("name", sorted(ABLATIONS))
-def test_what_is_not_built_is_refused_and_never_imitated(name: str) -> None:
-    scenario = msgspec.structs.replace(ONE, ablation=name)
-    if ABLATIONS[name] <= BUILT:
-        assert simulate(scenario, trace_of(BIG, 2, 2)).summary["failed_calls"] == 0
-    else:
-        with pytest.raises(ScenarioError, match="cannot be simulated"):
-            simulate(scenario, trace_of(BIG, 2, 2))
-
-
 def test_the_notes_are_honest() -> None:
     notes = " ".join(simulate(ONE, trace_of(BIG, 2, 2), generated="paper shape").notes)
-    for word in ("simulated", "calibration aic", "generated", "gaps are synthetic", "not built yet"):
+    for word in ("simulated", "calibration aic", "generated", "gaps are synthetic"):
         assert word in notes
 
 
@@ -139,8 +135,7 @@ class TestMutations:
         """No return is ever eligible for the open slot."""
         monkeypatch.setattr(admission, "for_sp", lambda *_: [])
         after = simulate(MUTATED, calls).summary
-        assert after["cached_share"] < before["cached_share"] / 2
-        assert after["sct_s"]["p50"] != before["sct_s"]["p50"]
+        assert after["return_ttft_s"]["p50"] > 3 * before["return_ttft_s"]["p50"]
 
     def test_costs(self, monkeypatch: pytest.MonkeyPatch, calls: list[Call], before: dict[str, Any]) -> None:
         """Waiting for a model's slot costs nothing in the ranking."""
@@ -155,6 +150,7 @@ class TestMutations:
         scenario = Scenario(
             groups=(Group(hardware="paper-tp8", models=("qwen3-235b",), pool="hot"),),
             calibration="aic",
+            ablation="sp-only",
             admission=False,
         )
 
@@ -236,7 +232,7 @@ class TestProfiles:
                     continue
                 t = times(model, hw, "aic")
                 for cached, new, ms in profiles.parse_prefill(model.aic[h]):
-                    assert t.prefill_ms([(cached, new)]) == pytest.approx(ms, rel=0.35)
+                    assert t.prefill_ms([Part(cached, 0, new)]) == pytest.approx(ms, rel=0.35)
                     fitted += 1
                 for batch, context, ms in profiles.parse_decode(model.aic[h]):
                     # The tables for the hybrid model on B200 are not even monotone in the context.
@@ -247,8 +243,8 @@ class TestProfiles:
 
     def test_the_paper_s_own_points_are_met(self) -> None:
         t = times(profiles.model("qwen3-235b"), profiles.hardware("paper-tp8"), "paper")
-        assert t.prefill_ms([(0, 25_000)]) == pytest.approx(4300)
-        assert t.prefill_ms([(0, 100_000)]) == pytest.approx(10_900)
+        assert prefill(t, 0, 25_000) == pytest.approx(4300)
+        assert prefill(t, 0, 100_000) == pytest.approx(10_900)
         device = ProfiledDevice(profiles.hardware("paper-tp8"), {m: profiles.model(m) for m in BIG}, "paper")
         mean = sum(sum(device.switch_ms("x", m)) for m in BIG) / 3
         assert mean == pytest.approx(1520, rel=0.15)  # 5.6: H2D-only mean, from size and link, not fitted

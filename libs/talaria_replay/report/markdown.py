@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from talaria_replay.report.run import Outcome, Row
 from talaria_replay.report.spec import Pending
 from talaria_replay.sim.profiles import CALIBRATIONS
-from talaria_replay.sim.scenario import BUILT, MECHANISMS
 
 INTRODUCTION = """\
 Every figure in the column *simulated* is a prediction: production cores of api, router, telemetry, instance and slot
@@ -53,10 +52,6 @@ def page(outcomes: Sequence[Outcome], figures: Mapping[str, str], pending: Seque
         *(f"- {name}: {about}" for name, about in CALIBRATIONS.items()),
         "",
     ]
-    missing = sorted(MECHANISMS.keys() - BUILT)
-    if missing:
-        head += ["Not built yet, so in no simulated figure (and not imitated): "]
-        head += [f"- {m}: {MECHANISMS[m]}" for m in missing] + [""]
     body = [section(o, figures.get(o.experiment.id)) for o in outcomes]
     if pending:
         body.append(

@@ -17,7 +17,7 @@ from talaria_replay.sim import profiles
 from talaria_replay.sim.device import ProfiledDevice
 from talaria_replay.sim.profiles import CalibrationName
 from talaria_replay.sim.run import SimResult, simulate
-from talaria_replay.sim.scenario import ABLATIONS, BUILT, Scenario, ScenarioError
+from talaria_replay.sim.scenario import Scenario, ScenarioError
 from talaria_replay.trace import Call
 from talaria_router.policies import POLICIES
 
@@ -128,9 +128,6 @@ class Runner:
 
     def _simulate(self, name: str, scenario: Scenario, calls: Sequence[Call], **changes: Any) -> SimResult | str:
         """The result, or why there is none."""
-        missing = ABLATIONS.get(changes.get("ablation", scenario.ablation), frozenset()) - BUILT
-        if missing:
-            return f"not simulated, as not built yet: {', '.join(sorted(missing))}"
         self._tell(name)
         try:
             generated = self.source if self._calls is None else ""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from talaria_gpu.engine.sim.device import ModelSpec, Phases
+from talaria_gpu.engine.sim.device import ModelSpec, Part, Phases, Substrate
 from talaria_replay.sim.profiles import (
     CalibrationName,
     Hardware,
@@ -20,13 +20,16 @@ from talaria_replay.sim.profiles import (
 )
 
 GIB = float(1 << 30)
+CHUNK_BYTES = 4 << 20
+"""A staging chunk on one GPU, as in `[[instances]] staging_chunk_mib`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
     """One model's curves on one device, ms.
 
-    prefill = fixed + per_token·Σnew + per_pair·Σ(new·cached + new²/2), or with `power`, fixed·(Σnew)^power;
+    prefill = fixed + per_token·Σnew + per_pair·Σ(new·cached + new²/2), or with `power`, fixed·(Σnew)^power, where the
+    steps of one prompt together cost what it would cost at once;
     decode step = fixed + per_call·batch + per_context·Σcontext.
     """
 
@@ -39,12 +42,14 @@ class Times:
     prefill_power: float = 0.0
     source: str = ""
 
-    def prefill_ms(self, parts: Sequence[tuple[int, int]]) -> float:
-        """One batch of (cached, new) tokens."""
-        new = sum(n for _, n in parts)
+    def prefill_ms(self, parts: Sequence[Part]) -> float:
+        """One step."""
+        new = sum(p.todo for p in parts)
         if self.prefill_power:
-            return self.prefill_fixed * math.exp(self.prefill_power * math.log(max(1, new)))
-        pairs = sum(n * (c + n / 2) for c, n in parts)
+            done = sum(p.done for p in parts)
+            before = self.prefill_fixed * done**self.prefill_power if done else 0.0
+            return self.prefill_fixed * float(max(1, done + new) ** self.prefill_power) - before
+        pairs = sum(p.todo * (p.cached + p.done + p.todo / 2) for p in parts)
         return self.prefill_fixed + self.prefill_token * new + self.prefill_pair * pairs
 
     def decode_ms(self, batch: int, context: int, steps: int) -> float:
@@ -98,9 +103,14 @@ def copies(model: Model, hw: Hardware) -> int:
     return max(1, hw.gpus // model.kv_heads)
 
 
+def buffer_bytes(hw: Hardware) -> int:
+    """HBM for weights, KV and the gap, of the group."""
+    return int(hw.gpus * hw.hbm_gib * GIB * hw.usable)
+
+
 def kv_capacity_tokens(model: Model, hw: Hardware) -> int:
     """Tokens of KV beside the model's weights. Raises ProfileError when not even the weights fit."""
-    room = hw.gpus * hw.hbm_gib * GIB * hw.usable - model.weight_gb * 1e9
+    room = buffer_bytes(hw) - model.weight_gb * 1e9
     room -= model.max_running * model.state_mb_per_sequence * 1e6
     tokens = int(room / (model.kv_bytes_per_token * copies(model, hw)))
     if tokens < 1024:
@@ -115,10 +125,33 @@ class ProfiledDevice:
         hw: the GPU group.
         models: by the name that calls use.
         calibration: which timing.
+        hkvr, staging: which of the mechanisms it has.
+        block_tokens: of host KV.
+        host_gib: of host KV; None: the hardware's.
     """
 
-    def __init__(self, hw: Hardware, models: Mapping[str, Model], calibration: CalibrationName) -> None:
+    def __init__(
+        self,
+        hw: Hardware,
+        models: Mapping[str, Model],
+        calibration: CalibrationName,
+        *,
+        hkvr: bool = False,
+        staging: bool = False,
+        block_tokens: int = 64,
+        host_gib: float | None = None,
+    ) -> None:
         self.hw = hw
+        self.substrate = Substrate(
+            hkvr=hkvr,
+            staging=staging,
+            host_bytes=int((hw.host_gib if host_gib is None else host_gib) * GIB),
+            h2d_bytes_per_s=hw.gpus * hw.h2d_gb_s * 1e9,
+            d2h_bytes_per_s=hw.gpus * hw.h2d_gb_s * 1e9,
+            buffer_bytes=buffer_bytes(hw),
+            chunk_bytes=hw.gpus * CHUNK_BYTES,
+            block_tokens=block_tokens,
+        )
         self.times = {name: times(m, hw, calibration) for name, m in models.items()}
         self._models = dict(models)
         self._specs = {name: self._spec(m) for name, m in models.items()}
@@ -132,23 +165,25 @@ class ProfiledDevice:
             weight_bytes=int(model.weight_gb * 1e9),
             kv_bytes_per_token=model.kv_bytes_per_token * copies(model, self.hw),
             prefill_tokens=model.prefill_tokens,
+            kv_segments=model.kv_segments,
         )
 
     def spec(self, model: str) -> ModelSpec:
         """What the device holds of it."""
         return self._specs[model]
 
-    def prefill_ms(self, model: str, parts: Sequence[tuple[int, int]]) -> float:
-        """One prefill batch."""
+    def prefill_ms(self, model: str, parts: Sequence[Part]) -> float:
+        """One prefill step."""
         return self.times[model].prefill_ms(parts)
 
     def decode_ms(self, model: str, batch: int, context_tokens: int, steps: int) -> float:
         """Decode iterations."""
         return self.times[model].decode_ms(batch, context_tokens, steps)
 
-    def switch_ms(self, source: str | None, target: str) -> Phases:
-        """All weights from host: every rank loads its share at once (H2D path of appendix D)."""
+    def switch_ms(self, source: str | None, target: str, d2d_bytes: int = 0) -> Phases:
+        """Every rank gathers its share within its HBM and, beside that, loads the rest from host (appendix D)."""
         hw = self.hw
-        load = self._models[target].weight_gb / hw.gpus / hw.h2d_gb_s * 1000
+        h2d_bytes = self._specs[target].weight_bytes - d2d_bytes
+        load = max(d2d_bytes / hw.d2d_gb_s, h2d_bytes / hw.h2d_gb_s) / hw.gpus / 1e6
         first = hw.phase1_ms if source is not None else 0.0
-        return (first, load, hw.phase3_ms, hw.phase4_ms, hw.phase5_ms)
+        return (first, hw.phase2_ms + load, hw.phase3_ms, hw.phase4_ms, hw.phase5_ms)

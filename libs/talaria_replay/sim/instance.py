@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from talaria_common.settings import InstanceSettings
 from talaria_common.wire import ForwardHead
+from talaria_gpu.engine.contract import SwitchTiming
 from talaria_gpu.engine.driver import SlotDriver
 from talaria_gpu.engine.ipc import Abort, Ready, Report, SlotEnded, Submit, Switched
 from talaria_gpu.engine.sim import SimEngine
@@ -36,6 +38,18 @@ from talaria_replay.sim.events import EventHeap, Timer
 from talaria_replay.sim.laws import InstanceLaws
 
 SKEW_S = 2.0
+IDLE_CHECK_S = 60.0
+"""Idle engines look for leaks so rarely: looking costs more than an idle instance's whole simulation."""
+
+
+class EndedSlot(NamedTuple):
+    """A slot."""
+
+    end: float
+    """Seconds."""
+    slot: SlotEnded
+    hbm_bytes: int
+    """Most of the device buffer in use."""
 
 
 class SimInstance:
@@ -65,9 +79,10 @@ class SimInstance:
         heartbeat_s: float,
     ) -> None:
         self.iid = settings.id
-        self.slots: list[tuple[float, SlotEnded]] = []
-        """(end, slot), seconds."""
-        self.switches: list[tuple[float, Switched]] = []
+        self.gpus = device.hw.gpus
+        self.slots: list[EndedSlot] = []
+        self.switches: list[tuple[float, SwitchTiming]] = []
+        """(end, switch), seconds."""
         self._heap = heap
         self._clock = heap.clock
         self._prompt = prompt
@@ -75,7 +90,7 @@ class SimInstance:
         self._out = out
         self._heartbeat_s = heartbeat_s
         self.engine = SimEngine(settings, heap.clock, device, macro=True)
-        self.driver = SlotDriver(self.engine, config, heap.clock, stuck_s=math.inf)
+        self.driver = SlotDriver(self.engine, config, heap.clock, stuck_s=math.inf, idle_check_s=IDLE_CHECK_S)
         tokenizer = ByteTokenizer()
         self.core = InstanceCore(
             settings, "0", dict.fromkeys(settings.models, tokenizer), skew_s=SKEW_S, heartbeat_s=heartbeat_s
@@ -159,8 +174,10 @@ class SimInstance:
     def _reports(self, reports: list[Report]) -> None:
         for report in reports:
             if isinstance(report, SlotEnded):
+                self.slots.append(EndedSlot(self._clock.now(), report, self.laws.hbm_bytes))
                 self.laws.slot(self._clock.now(), report)
-                self.slots.append((self._clock.now(), report))
             elif isinstance(report, Switched):
-                self.switches.append((self._clock.now(), report))
+                for timing in report.timings:
+                    self.laws.switch(timing)
+                    self.switches.append((self._clock.now(), timing))
             self._said(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from talaria_gpu.engine.contract import SwitchTiming
 from talaria_gpu.engine.ipc import SlotEnded
 from talaria_gpu.engine.sim import SimEngine
 
@@ -13,7 +14,11 @@ class LawError(AssertionError):
 
 
 class InstanceLaws:
-    """KV never above capacity; wall = active + switch for each slot, and all slots fit in the time that passed."""
+    """One instance's.
+
+    KV is never above capacity, and the buffer never overfull; each slot's wall = active + switch, and all slots fit in the
+    time that passed; each switch accounts for every byte and millisecond.
+    """
 
     def __init__(self, iid: str, engine: SimEngine, start: float) -> None:
         self._iid = iid
@@ -23,6 +28,8 @@ class InstanceLaws:
         self._slots_ms = 0.0
         self.kv_peak = dict.fromkeys(self._capacity, 0)
         """Most device rows in use, tokens, by model."""
+        self.hbm_bytes = 0
+        """Most of the buffer in use since the last slot ended: weights, KV and what is staged."""
 
     def after_turn(self) -> None:
         """After each turn of the driver."""
@@ -33,6 +40,19 @@ class InstanceLaws:
         if used > self._capacity[active]:
             raise LawError(f"{self._iid}: {active} holds {used} KV tokens of {self._capacity[active]}")
         self.kv_peak[active] = max(self.kv_peak[active], used)
+        kept = self._engine.kept
+        if kept is not None:
+            held = kept.used_bytes(active)
+            if held > kept.buffer_bytes:
+                raise LawError(f"{self._iid}: {held} bytes are in a buffer of {kept.buffer_bytes}")
+            self.hbm_bytes = max(self.hbm_bytes, held)
+
+    def switch(self, t: SwitchTiming) -> None:
+        """A switch is over."""
+        if t.d2d_bytes + t.h2d_bytes != t.weight_bytes or t.dirty_bytes + t.missing_bytes != t.h2d_bytes:
+            raise LawError(f"{self._iid}: the switch to {t.target} does not account for its bytes: {t}")
+        if min(t.phases_ms) < 0 or abs(sum(t.phases_ms) - t.total_ms) > _EPS_MS:
+            raise LawError(f"{self._iid}: the phases of the switch to {t.target} are {t.phases_ms}, of {t.total_ms} ms")
 
     def slot(self, now: float, slot: SlotEnded) -> None:
         """A slot ended."""
@@ -41,6 +61,7 @@ class InstanceLaws:
         self._slots_ms += slot.wall_ms
         if self._slots_ms > (now - self._start) * 1000 + 1.0:
             raise LawError(f"{self._iid}: slots of {self._slots_ms} ms in {(now - self._start) * 1000} ms")
+        self.hbm_bytes = 0
 
     def end(self) -> None:
         """Nothing is unfinished: nothing may have leaked."""

@@ -49,7 +49,8 @@ class Hardware(_Table, frozen=True):
     host_gib: float
     """Host memory for KV, of the group."""
     phase1_ms: float
-    """Switch phases beside the weights (appendix D)."""
+    """Switch phases (appendix D), without waits for copies, and without weights and KV moved."""
+    phase2_ms: float
     phase3_ms: float
     phase4_ms: float
     phase5_ms: float
@@ -99,6 +100,8 @@ class Model(_Table, frozen=True):
     max_running: int
     prefill_tokens: int
     """A prefill batch takes no more calls once it has so many tokens."""
+    kv_segments: int = 1
+    """KV tensors on each GPU: K and V of each attention layer, or its latent."""
     state_mb_per_sequence: float = 0.0
     """Recurrent state, on top of the KV."""
     aic: dict[str, Points] = {}

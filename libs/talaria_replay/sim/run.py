@@ -20,7 +20,7 @@ from talaria_replay.sim.device import ProfiledDevice, kv_capacity_tokens
 from talaria_replay.sim.events import EventHeap, VirtualClock
 from talaria_replay.sim.laws import CallLaws, LawError
 from talaria_replay.sim.mesh import SimMesh
-from talaria_replay.sim.scenario import ABLATIONS, BUILT, MECHANISMS, Scenario, ScenarioError, check_ablation
+from talaria_replay.sim.scenario import ABLATIONS, Scenario, ScenarioError, check_ablation
 from talaria_replay.trace import Call
 
 KIND = "talaria-simulation-1"
@@ -42,6 +42,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     summary: dict[str, Any]
     calls: list[CallRecord]
     slots: list[dict[str, Any]]
+    switches: list[dict[str, Any]]
 
 
 def slot_config(scenario: Scenario) -> SlotConfig:
@@ -54,6 +55,7 @@ def slot_config(scenario: Scenario) -> SlotConfig:
         gamma=scenario.gamma,
         t_tpot_ms=scenario.t_tpot_ms,
         ablation=Ablation(sp="sp" in on, hkvr="hkvr" in on, staging="staging" in on),
+        suspends=True,  # as an instance with host_kv_mib; without hkvr the scheduler knows better
     )
 
 
@@ -65,14 +67,22 @@ def _instances(scenario: Scenario) -> list[tuple[InstanceSettings, ProfiledDevic
         named = {m.name: m for m in models}
         if len(named) != len(models):
             raise ScenarioError(f"groups[{g}]: a model stands there twice")
-        device = ProfiledDevice(profiles.hardware(group.hardware), named, scenario.calibration)
+        device = ProfiledDevice(
+            profiles.hardware(group.hardware),
+            named,
+            scenario.calibration,
+            hkvr=config.ablation.hkvr,
+            staging=config.ablation.staging,
+            block_tokens=scenario.kv_block_tokens,
+            host_gib=scenario.host_gib,
+        )
         for n in range(group.count):
             settings = InstanceSettings(
                 id=f"{group.pool}-{g}-{n}",
                 pool=group.pool,
                 engine="sim",
                 models=tuple(named),
-                page_size=64,
+                page_size=scenario.page_tokens,
                 max_queued=scenario.max_queued,
                 slot_ms=config.slot_ms,
                 drain_ms=config.drain_ms,
@@ -144,6 +154,7 @@ def simulate(scenario: Scenario, calls: Sequence[Call], *, generated: str = "") 
         summary=_summary(mesh, records, closed - opened, heap.count),
         calls=records,
         slots=_slots(mesh, opened),
+        switches=_switches(mesh, opened),
     )
 
 
@@ -192,8 +203,8 @@ def _check(mesh: SimMesh, laws: CallLaws, records: Sequence[CallRecord]) -> None
 
 def _summary(mesh: SimMesh, records: Sequence[CallRecord], wall_s: float, events: int) -> dict[str, Any]:
     counts, books = mesh.router.state.counts, mesh.router.state.leases.books
-    slots = [s for i in mesh.instances.values() for _, s in i.slots]
-    timings = [t for i in mesh.instances.values() for _, s in i.switches for t in s.timings]
+    slots = [s.slot for i in mesh.instances.values() for s in i.slots]
+    timings = [t for i in mesh.instances.values() for _, t in i.switches]
     active = sum(s.active_ms for s in slots)
     switch = sum(t.total_ms for t in timings)
     return summary(records) | {
@@ -205,7 +216,8 @@ def _summary(mesh: SimMesh, records: Sequence[CallRecord], wall_s: float, events
         "switch_ms": percentiles([t.total_ms for t in timings]),
         "switch_s": round(switch / 1000, 3),
         "switch_share": round(switch / (active + switch), 4) if slots else 0.0,
-        "retracted": sum(s.retracted for s in slots),
+        "retracted": sum(t.retracted for t in timings),
+        "suspended": sum(t.suspended for t in timings),
         "admitted": sum(s.admitted for s in slots),
         "deferred": sum(s.deferred for s in slots),
         "recomputed_share": _recomputed(records),
@@ -236,14 +248,29 @@ def _slots(mesh: SimMesh, start: float) -> list[dict[str, Any]]:
     rows = [
         {
             "iid": i.iid,
-            "end_s": round(at - start, 3),
-            "model": s.model,
-            "active_ms": round(s.active_ms, 3),
-            "switch_ms": round(s.switch_ms, 3),
-            "reason": s.reason,
+            "end_s": round(ended.end - start, 3),
+            "model": ended.slot.model,
+            "active_ms": round(ended.slot.active_ms, 3),
+            "switch_ms": round(ended.slot.switch_ms, 3),
+            "reason": ended.slot.reason,
+            "round": ended.slot.round,
+            "sp_admitted": ended.slot.sp_admitted,
+            "sp_deferred": ended.slot.sp_deferred,
+            "hbm_gib": round(ended.hbm_bytes / i.gpus / (1 << 30), 2),
         }
         for i in mesh.instances.values()
-        for at, s in i.slots
+        for ended in i.slots
+    ]
+    return sorted(rows, key=lambda r: (r["end_s"], r["iid"]))
+
+
+def _switches(mesh: SimMesh, start: float) -> list[dict[str, Any]]:
+    rows = [
+        {"iid": i.iid, "end_s": round(at - start, 3), "source": t.source, "target": t.target, "path": t.path}
+        | {"total_ms": round(t.total_ms, 3), "phases_ms": [round(ms, 3) for ms in t.phases_ms]}
+        | {name: getattr(t, name) for name in ("d2d_bytes", "dirty_bytes", "missing_bytes", "suspended", "retracted")}
+        for i in mesh.instances.values()
+        for at, t in i.switches
     ]
     return sorted(rows, key=lambda r: (r["end_s"], r["iid"]))
 
@@ -269,8 +296,6 @@ def _notes(scenario: Scenario, calls: Sequence[Call], generated: str) -> list[st
         notes.append(f"the trace is generated: {generated}")
     if any(c.gap_source == "synthetic" for c in calls):
         notes.append("gaps are synthetic")
-    notes += [f"not built yet, so not in it: {m} ({MECHANISMS[m]})" for m in sorted(MECHANISMS.keys() - BUILT)]
-    notes.append("a prompt is prefilled in one step: chunks of one prompt are not modelled")
     return notes
 
 

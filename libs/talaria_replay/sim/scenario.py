@@ -1,4 +1,4 @@
-"""What is simulated: instances, policies and how sessions start; and what of it can be simulated at all today."""
+"""What is simulated: instances, policies and how sessions start."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ MECHANISMS = {
     "hkvr": "KV in host memory over a switch",
     "staging": "weights staged on the device before a switch",
 }
-BUILT = frozenset({"sp"})
-"""Mechanisms that the production scheduler and the sim engine have today; the others are never imitated here."""
 ABLATIONS: Mapping[str, frozenset[str]] = {
     "talaria": frozenset({"sp", "hkvr", "staging"}),
     "no-sp": frozenset({"hkvr", "staging"}),
@@ -32,13 +30,9 @@ class ScenarioError(ValueError):
 
 
 def check_ablation(name: str) -> None:
-    """Raises ScenarioError when `name` is unknown, or needs what is not built."""
+    """Raises ScenarioError when `name` is unknown."""
     if name not in ABLATIONS:
         raise ScenarioError(f"no configuration {name!r}: there are {', '.join(ABLATIONS)}")
-    missing = sorted(ABLATIONS[name] - BUILT)
-    if missing:
-        why = "; ".join(f"{m} ({MECHANISMS[m]}) is not built yet" for m in missing)
-        raise ScenarioError(f"configuration {name!r} cannot be simulated: {why}")
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +55,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             other place); T_TTFT is then without bound there.
         overload: what the router does with a call that no instance admits.
         slot_ms, drain_ms: the slot scheduler's budgets; its round planner bounds them by Eq. 4 and 5.
+        page_tokens, kv_block_tokens: of device and host KV; larger ones simulate faster, and reuse a little less.
+        host_gib: host memory for KV of each instance; None: the hardware's.
         stagger_s, concurrent: as in `talaria replay`.
         hop_ms: one message on the bus; assumed.
         tokenize_ms_per_ktoken: at the instance; assumed.
@@ -68,7 +64,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     groups: tuple[Group, ...]
     calibration: CalibrationName = "paper"
-    ablation: str = "sp-only"
+    ablation: str = "talaria"
     policy: str = "talaria"
     tau_s: float = 1.0
     t_ttft_s: float = 10.0
@@ -79,6 +75,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     slot_ms: float = 2000.0
     drain_ms: float = 0.0
     t_tpot_ms: float = 100.0
+    page_tokens: int = 64
+    kv_block_tokens: int = 64
+    host_gib: float | None = None
     heartbeat_s: float = 0.5
     gap_cap_s: float = 10.0
     stagger_s: float = 0.0

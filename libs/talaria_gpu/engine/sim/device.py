@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from talaria_common.settings import SimSettings
 
@@ -16,6 +16,17 @@ _MIB = 1 << 20
 
 Phases = tuple[float, float, float, float, float]
 """Milliseconds of a switch's five phases (appendix D)."""
+
+
+class Part(NamedTuple):
+    """One call's share of a prefill step, in tokens."""
+
+    cached: int
+    """Before its prefill began."""
+    done: int
+    """By earlier steps of its prefill."""
+    todo: int
+    """To compute in this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +40,56 @@ class ModelSpec:
     """Calls in one batch."""
     weight_bytes: int
     kv_bytes_per_token: int
+    """Over all ranks, with every copy."""
     prefill_tokens: int | None = None
-    """Calls are added to a prefill batch until it has so many tokens; None: all that fit in KV."""
+    """Most tokens of one prefill step: a longer prompt takes several. None: all that fit in KV."""
+    kv_segments: int = 1
+    """KV tensors per rank: a staging chunk lies in one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Substrate:
+    """What keeps KV and brings weights over a switch (3.5). Bytes and rates are those of all ranks together."""
+
+    hkvr: bool
+    """KV has a second home on the host, and running calls are suspended."""
+    staging: bool
+    """The next model's weights are staged in idle KV pages."""
+    host_bytes: int
+    """Pool for KV."""
+    h2d_bytes_per_s: float
+    """One link for weights and KV, shared evenly while both move."""
+    d2h_bytes_per_s: float
+    buffer_bytes: int
+    """Device buffer: weights, KV and the gap."""
+    chunk_bytes: int = 4 * _MIB
+    """Staging chunk in one segment."""
+    block_tokens: int = 64
+    """Tokens of a block of host KV."""
 
 
 class Device(Protocol):
     """Sizes and times. All times are milliseconds and depend on the arguments alone."""
 
+    @property
+    def substrate(self) -> Substrate | None:
+        """None: a switch loads all weights from host, and forgets all KV."""
+        ...
+
     def spec(self, model: str) -> ModelSpec:
         """What the device holds of `model`."""
         ...
 
-    def prefill_ms(self, model: str, parts: Sequence[tuple[int, int]]) -> float:
-        """One prefill batch: (tokens cached before, tokens to compute) of each call."""
+    def prefill_ms(self, model: str, parts: Sequence[Part]) -> float:
+        """One prefill batch."""
         ...
 
     def decode_ms(self, model: str, batch: int, context_tokens: int, steps: int) -> float:
         """`steps` decode iterations of `batch` calls whose contexts come to `context_tokens` at the first."""
         ...
 
-    def switch_ms(self, source: str | None, target: str) -> Phases:
-        """A switch between two models."""
+    def switch_ms(self, source: str | None, target: str, d2d_bytes: int = 0) -> Phases:
+        """A switch between two models, `d2d_bytes` of whose weights were staged; without waits, parks and restores."""
         ...
 
 
@@ -66,22 +106,27 @@ class FlatDevice:
             kv_bytes_per_token=sim.kv_bytes_per_token,
         )
 
+    @property
+    def substrate(self) -> Substrate | None:
+        """None."""
+        return None
+
     def spec(self, model: str) -> ModelSpec:
         """The same for every model."""
         del model
         return self._spec
 
-    def prefill_ms(self, model: str, parts: Sequence[tuple[int, int]]) -> float:
+    def prefill_ms(self, model: str, parts: Sequence[Part]) -> float:
         """Linear in the tokens to compute."""
         del model
-        return self._sim.ttft_ms + self._sim.prefill_ms_per_ktoken * sum(todo for _, todo in parts) / 1000
+        return self._sim.ttft_ms + self._sim.prefill_ms_per_ktoken * sum(p.todo for p in parts) / 1000
 
     def decode_ms(self, model: str, batch: int, context_tokens: int, steps: int) -> float:
         """The same whatever the batch."""
         del model, batch, context_tokens
         return self._sim.decode_step_ms * steps
 
-    def switch_ms(self, source: str | None, target: str) -> Phases:
+    def switch_ms(self, source: str | None, target: str, d2d_bytes: int = 0) -> Phases:
         """All of it loading."""
-        del source, target
+        del source, target, d2d_bytes
         return (0.0, self._sim.switch_ms, 0.0, 0.0, 0.0)

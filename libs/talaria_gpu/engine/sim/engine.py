@@ -2,17 +2,22 @@
 
 It never blocks. A step whose batch takes time starts it and answers "idle"; `next_event_in` says how long it runs, and
 the first step from then on returns its result. With all times 0 every step returns at once. What it promises is what a
-real engine promises: exact prefix reuse within (model, salt) since the last switch, KV bounds and retraction; and its
-tokens are a pure function of the prompt (`sim.tokens`).
+real engine promises: exact prefix reuse within (model, salt), KV bounds and retraction; and its tokens are a pure
+function of the prompt (`sim.tokens`).
+
+A device with a `Substrate` also keeps KV on the host (`sim.host`) and stages weights (`sim.staging`), with the plans,
+bitmap and registry of the product; otherwise a switch forgets all KV and loads all weights.
 
 In virtual time (`macro`) one decode step stands for as many iterations as can pass before anybody has to decide: until
-a call ends, KV runs short, or `horizon`; a call that comes or goes meanwhile ends it at the next iteration. What it
-does is what single iterations would have done (tested), so that a simulation costs by events and not by tokens.
+a call ends, KV runs short, a prefix arrives from host, or `horizon`; a call that comes or goes meanwhile ends it at the
+next iteration. What it does is what single iterations would have done (tested), so that a simulation costs by events
+and not by tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +26,8 @@ from talaria_common.errors import BadRequestError, ContextLengthError, EngineErr
 from talaria_common.settings import InstanceSettings
 from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, PrefixState, StepResult, SwitchTiming
 from talaria_gpu.engine.sim.device import Device, FlatDevice
-from talaria_gpu.engine.sim.pool import SimCall, SimPool
+from talaria_gpu.engine.sim.pool import Share, SimCall, SimPool
+from talaria_gpu.engine.sim.substrate import SimSubstrate
 from talaria_gpu.engine.sim.tokens import EOS, VOCAB_SIZE
 
 _CATCH_UP_MS = 100.0
@@ -30,15 +36,16 @@ _CATCH_UP_MS = 100.0
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """The batch on the device."""
+    """What the device does."""
 
-    kind: Literal["prefill", "decode"]
-    calls: tuple[tuple[SimCall, int], ...]
-    """With the tokens that each prefills."""
-    recomputed: int
+    kind: Literal["prefill", "decode", "copy"]
+    """copy: it waits for prefixes from host, as there is nothing else to run."""
     start: float
     due: float
     wall_ms: float
+    shares: tuple[Share, ...] = ()
+    calls: tuple[SimCall, ...] = ()
+    """Of a decode."""
     steps: int = 1
     """Decode iterations."""
     context_tokens: int = 0
@@ -67,12 +74,17 @@ class SimEngine:
             name: SimPool(spec.kv_capacity_tokens, instance.page_size, spec.max_running)
             for name, spec in self._specs.items()
         }
+        self._kept = SimSubstrate.of(self._device, self._specs, self._pools, instance.page_size, clock.now())
         self._model_of: dict[str, str] = {}
         self._closed: set[str] = set()
         self._active = instance.models[0] if len(instance.models) == 1 else None
         self._flight: _Flight | None = None
         self._free_at = 0.0
         """When the device is, or was, done with its last batch or switch."""
+        self._admit: frozenset[str] | None = None
+        """What the step under way may prefill."""
+        self._waited_ms = 0.0
+        """Waits for prefixes from host that the next result has to account for."""
 
     # --- what there is
 
@@ -100,7 +112,9 @@ class SimEngine:
 
     @property
     def buffer_bytes(self) -> int:
-        """What the modelled device buffer would hold: one model's weights and KV."""
+        """What the modelled device buffer holds: one model's weights and KV."""
+        if self._kept is not None:
+            return self._kept.buffer_bytes
         return max(s.weight_bytes + s.kv_capacity_tokens * s.kv_bytes_per_token for s in self._specs.values())
 
     def waiting(self, model: str) -> list[str]:
@@ -114,15 +128,26 @@ class SimEngine:
 
     def running(self, model: str) -> int:
         """Calls of the model that hold device KV."""
-        return len(self._pools[model].running)
+        return self._pools[model].holding if model == self._active else 0
 
     def kv_used_tokens(self, model: str) -> int:
         """Device rows that the model's running calls and cached prefixes hold."""
-        return self._pools[model].used
+        return self._pools[model].used if model == self._active else 0
 
     def load(self, model: str) -> ModelLoad:
         """Current load of one model."""
-        return self._pools[model].load()
+        active = model == self._active
+        if self._kept is None or self._kept.host is None:
+            return self._pools[model].load(active=active)
+        host = self._kept.host
+        return self._pools[model].load(
+            active=active, host_kv_tokens=host.tokens(model), restore_ms_per_token=host.restore_ms_per_token(model)
+        )
+
+    @property
+    def kept(self) -> SimSubstrate | None:
+        """What keeps KV and stages weights, for who wants to watch it."""
+        return self._kept
 
     def next_event_in(self) -> float | None:
         """Seconds until the batch or switch under way is over; None: nothing is under way."""
@@ -132,9 +157,17 @@ class SimEngine:
         return max(0.0, (self._flight.due if self._flight else self._free_at) - now)
 
     def prefix_state(self, rid: str) -> PrefixState:
-        """What a waiting call would find on the device; this engine keeps nothing on the host."""
+        """What a waiting call would find on the device and on the host."""
         model = self._model_of.get(rid)
-        return PrefixState() if model is None else PrefixState(self._pools[model].cached_tokens(rid))
+        if model is None:
+            return PrefixState()
+        pool = self._pools[model]
+        device = pool.cached_tokens(rid) if model == self._active else 0
+        call = pool.waiting.get(rid)
+        if self._kept is None or self._kept.host is None or call is None:
+            return PrefixState(device)
+        self._kept.host.poll(self._clock.now())
+        return PrefixState(device, max(0, self._kept.host.on_host(model, call) - device))
 
     # --- calls
 
@@ -167,6 +200,8 @@ class SimEngine:
         except (OverflowError, TypeError) as e:
             raise BadRequestError(f"token ids: {e}") from e
         self._model_of[call.rid] = call.model
+        if self._kept is not None:
+            self._kept.came(call.model, pool.waiting[call.rid], self._clock.now())
         self._cut()
 
     def abort(self, rid: str) -> bool:
@@ -175,17 +210,25 @@ class SimEngine:
         if model is None:
             return False
         self._cut()
-        return self._pools[model].drop(rid)
+        pool = self._pools[model]
+        call = pool.waiting.get(rid) or pool.running[rid]
+        pool.drop(rid)
+        if self._kept is not None:
+            self._kept.left(model, call)
+        return True
 
-    # --- what this device does not model: staging, and the time that opening takes
+    # --- models and their weights
 
     def stage(self, model: str) -> None:
-        """Nothing is staged."""
+        """Begin to stage it, if the device does that."""
+        now = self._clock.now()
+        if self._kept is not None and self._active is not None and self._free_at - now < math.inf:
+            self._kept.stage(self._active, model, now)
 
     @property
     def staging_slack_bytes(self) -> int:
-        """Nothing is staged."""
-        return 0
+        """The gap, and KV that nothing holds; 0 where nothing is staged."""
+        return 0 if self._kept is None or self._active is None else self._kept.slack_bytes(self._active)
 
     def open_model(self, model: str) -> bool:
         """Open it, at once. Raises ModelNotFoundError."""
@@ -201,6 +244,8 @@ class SimEngine:
         if self.has_unfinished(model):
             raise BadRequestError(f"{model} has unfinished calls")
         if self._active == model:
+            if self._kept is not None:
+                self._kept.leave(model, self._clock.now())
             self._pools[model].deactivate()
             self._active = None
         self._closed.add(model)
@@ -211,7 +256,12 @@ class SimEngine:
         """Return the batch under way if it is done, else start one; see the module."""
         now = self._clock.now()
         if self._flight is None and self._active is not None and self._free_at <= now:
-            self._start(self._pools[self._active], admit, now)
+            self._admit = admit
+            self._start(now)
+        if self._flight is not None and self._flight.kind == "copy" and self._flight.due <= now:
+            self._waited_ms += self._flight.wall_ms
+            self._flight = None
+            self._start(now)
         flight = self._flight
         if flight is None or flight.due > now:
             return StepResult(kind="idle")
@@ -224,35 +274,44 @@ class SimEngine:
             raise ModelNotFoundError(f"model {model!r} is not open here")
         if model == self._active:
             raise EngineError(f"{model} is active already")
-        now = self._clock.now()
-        retracted, source = 0, self._active or ""
-        if self._active is not None:
-            retracted = self._pools[self._active].deactivate()
-        self._flight = None
-        self._active = model
-        phases = self._device.switch_ms(source or None, model)
-        took = sum(phases)
-        self._free_at = now + took / 1000
-        size = self._specs[model].weight_bytes
-        return SwitchTiming(
-            source=source,
-            target=model,
-            path="h2d",
-            phases_ms=phases,
-            total_ms=took,
-            weight_bytes=size,
-            h2d_bytes=size,
-            retracted=retracted,
-        )
+        now, source = self._clock.now(), self._active
+        self._flight, self._active, self._waited_ms = None, model, 0.0
+        if self._kept is not None:
+            timing = self._kept.switch(source, model, now)
+        else:
+            retracted = 0
+            if source is not None:
+                retracted = self._pools[source].deactivate()
+                self._pools[source].epoch += 1
+            phases = self._device.switch_ms(source, model)
+            size = self._specs[model].weight_bytes
+            timing = SwitchTiming(
+                source=source or "",
+                target=model,
+                path="h2d",
+                phases_ms=phases,
+                total_ms=sum(phases),
+                weight_bytes=size,
+                h2d_bytes=size,
+                missing_bytes=size,
+                retracted=retracted,
+            )
+        self._free_at = now + timing.total_ms / 1000
+        return timing
 
     def check_idle(self) -> None:
         """Raises EngineError naming what leaked."""
+        if self._kept is not None:
+            self._kept.settle()
         for name, pool in self._pools.items():
             problem = pool.check()
             if problem:
                 raise EngineError(f"{name}: {problem}")
         if self._model_of:
             raise EngineError(f"{len(self._model_of)} calls are known but in no queue")
+        problem = self._kept.check() if self._kept is not None else ""
+        if problem:
+            raise EngineError(f"host KV: {problem}")
 
     def close(self) -> None:
         """Forget everything."""
@@ -260,30 +319,55 @@ class SimEngine:
         self._pools.clear()
         self._model_of.clear()
 
-    def _start(self, pool: SimPool, admit: frozenset[str] | None, now: float) -> None:
+    def _start(self, now: float) -> None:
+        """Give the device its next batch, if there is one."""
         model = self._active or ""
-        batch = pool.admit(admit, now, self._specs[model].prefill_tokens) if pool.waiting else []
-        if batch:
-            wall_ms = self._device.prefill_ms(model, [(call.length - todo, todo) for call, todo in batch])
-            recomputed = sum(todo for call, todo in batch if call.recomputed)
-            self._flight = _Flight("prefill", tuple(batch), recomputed, now, now + wall_ms / 1000, wall_ms)
+        pool = self._pools[model]
+        if self._kept is None:
+            self._launch(pool, self._admit, now)
+            return
+        self._launch(pool, self._kept.ready(model, self._admit, now), now)
+        if self._flight is None and self._kept.in_the_way(model, self._admit):
+            due = self._kept.all_over()
+            if due > now:
+                self._flight = _Flight("copy", now, due, (due - now) * 1000)
+                self._free_at = due
+                return
+            pool.release()
+            self._launch(pool, self._admit, now)
+        self._kept.taken(model, now)
+
+    def _launch(self, pool: SimPool, admit: frozenset[str] | None, now: float) -> None:
+        model = self._active or ""
+        shares = pool.admit(admit, now, self._specs[model].prefill_tokens) if pool.waiting else []
+        if shares:
+            if self._kept is not None:
+                self._kept.admitted(model, shares)
+            else:
+                for call, part in shares:
+                    call.source = "device" if part.cached and call.cached else call.source
+            wall_ms = self._device.prefill_ms(model, [share.part for share in shares])
+            self._flight = _Flight("prefill", now, now + wall_ms / 1000, wall_ms, tuple(shares))
         elif pool.running:
-            # Decode follows the batch before without a gap, as on a device: a caller that came a little late to fetch
-            # that one must not make the stream slower than its pace. In virtual time nobody is late.
-            calls = tuple((call, 0) for call in pool.grow())
-            context = sum(call.length for call, _ in calls)
-            late_ms = (now - self._free_at) * 1000
-            step_ms = self._device.decode_ms(model, len(calls), context, 1)
-            start = self._free_at if late_ms < max(step_ms, _CATCH_UP_MS) and not self._macro else now
-            self._flight = self._decode(start, calls, context, self._most_steps(pool) if self._macro else 1)
-            if math.isfinite(self.horizon):
+            self._flight = self._decoding(pool, now)
+            if self._macro:
                 self._cut(self.horizon)
         if self._flight is not None:
             self._free_at = self._flight.due
 
-    def _decode(self, start: float, calls: tuple[tuple[SimCall, int], ...], context_tokens: int, steps: int) -> _Flight:
+    def _decoding(self, pool: SimPool, now: float) -> _Flight:
+        # Decode follows the batch before without a gap, as on a device: a caller that came a little late to fetch
+        # that one must not make the stream slower than its pace. In virtual time nobody is late.
+        calls = tuple(pool.grow())
+        context = sum(call.length for call in calls)
+        late_ms = (now - self._free_at) * 1000
+        step_ms = self._device.decode_ms(self._active or "", len(calls), context, 1)
+        start = self._free_at if late_ms < max(step_ms, _CATCH_UP_MS) and not self._macro else now
+        return self._decode(start, calls, context, self._most_steps(pool) if self._macro else 1)
+
+    def _decode(self, start: float, calls: tuple[SimCall, ...], context_tokens: int, steps: int) -> _Flight:
         wall_ms = self._device.decode_ms(self._active or "", len(calls), context_tokens, steps)
-        return _Flight("decode", calls, 0, start, start + wall_ms / 1000, wall_ms, steps, context_tokens)
+        return _Flight("decode", start, start + wall_ms / 1000, wall_ms, (), calls, steps, context_tokens)
 
     def _most_steps(self, pool: SimPool) -> int:
         """Iterations until the first call ends or KV runs short (the first one's rows are taken already)."""
@@ -292,6 +376,8 @@ class SimEngine:
             return 1
         left = min(c.call.sampling.max_new_tokens - len(c.out) for c in running)
         left = left if self.most_steps is None else min(left, self.most_steps)
+        if self._kept is not None:
+            left = min(left, self._kept.most_steps(self._active or "", len(pool.running)))
         return max(1, min(left, 1 + pool.available // len(pool.running)))
 
     def _cut(self, at: float | None = None) -> None:
@@ -311,26 +397,45 @@ class SimEngine:
         self._free_at = self._flight.due
 
     def _land(self, flight: _Flight, now: float) -> StepResult:
-        pool = self._pools[self._active or ""]
+        model = self._active or ""
+        pool = self._pools[model]
+        restored = self._kept.take_restored() if self._kept is not None else 0
+        waited_ms, self._waited_ms = self._waited_ms, 0.0
+        fresh = again = 0
+        if flight.kind == "prefill":
+            calls: Sequence[SimCall] = [share.call for share in flight.shares if share.call.alive]
+            for share in flight.shares:
+                first, repeated = share.call.computed(share.upto)
+                fresh, again = fresh + first, again + repeated
+                if share.call.alive:
+                    node = pool.prefilled(share.call, share.upto, now)
+                    if self._kept is not None:
+                        self._kept.checkpoint(model, share.call, node, now)
+            calls = [call for call in calls if call is not pool.half]
+        else:
+            calls = [call for call in flight.calls if call.alive]
+            if flight.steps > 1:
+                pool.extend(calls, flight.steps - 1)
         out = []
-        for call, _ in flight.calls:
-            if not call.alive:
-                continue
-            if flight.kind == "prefill":
-                pool.prefilled(call, now)
-            elif flight.steps > 1:
-                pool.extend(call, flight.steps - 1)
+        for call in calls:
             tokens = call.emit() if flight.steps == 1 else call.emit_many(flight.steps)
             if tokens.finished:
-                pool.finish(call, now)
+                node = pool.finish(call, now)
                 del self._model_of[call.call.rid]
+                if self._kept is not None:
+                    self._kept.checkpoint(model, call, node, now)
+                    self._kept.left(model, call)
             out.append(tokens)
+        if self._kept is not None:
+            self._kept.taken(model, now)
         return StepResult(
-            kind=flight.kind,
+            kind="decode" if flight.kind == "decode" else "prefill",
             tokens=out,
-            prefilled_tokens=sum(todo for _, todo in flight.calls) - flight.recomputed,
-            recomputed_tokens=flight.recomputed,
-            batch=len(flight.calls),
-            wall_ms=flight.wall_ms,
+            prefilled_tokens=fresh,
+            recomputed_tokens=again,
+            batch=len(flight.shares) or len(flight.calls),
+            wall_ms=flight.wall_ms + waited_ms,
             steps=flight.steps,
+            restored_tokens=restored,
+            restore_ms=waited_ms if restored else 0.0,
         )

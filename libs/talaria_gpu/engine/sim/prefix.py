@@ -32,6 +32,15 @@ class Node:
         return len(self.edge) // ID_BYTES
 
 
+def depth(node: Node) -> int:
+    """Tokens from the root to the end of `node`."""
+    total, at = 0, node
+    while at.parent is not None:
+        total += at.tokens
+        at = at.parent
+    return total
+
+
 class PrefixCache:
     """The prefixes of one model, by salt. `tokens` is what they occupy, in KV rows."""
 
