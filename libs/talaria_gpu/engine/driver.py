@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from talaria_common.clock import Clock
 from talaria_common.errors import BadRequestError, DeadlineError, EngineError, TalariaError
@@ -30,6 +30,15 @@ from talaria_gpu.sched.slots import SlotScheduler
 _STUCK_PAUSE_MAX_S = 0.05
 _OPENING_POLL_S = 0.05
 """How often an idle driver asks whether the files of a model that is being opened have been read."""
+
+
+class Spent(NamedTuple):
+    """Where the engine process's time went so far, seconds."""
+
+    scheduler_s: float = 0.0
+    """Deciding, the look-ups of prefixes for it included."""
+    engine_s: float = 0.0
+    """Steps and switches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,7 @@ class SlotDriver:
         self._prefilled_tokens = 0
         self._switches = 0
         self._idle_checked = 0
+        self._scheduler_s = self._engine_s = 0.0
 
     # --- calls
 
@@ -176,11 +186,18 @@ class SlotDriver:
             return reports
         if self._opening:
             reports += self._open_next()
+        began = self._clock.now()
         prefixes = {rid: self._engine.prefix_state(rid) for rid in self._scheduler.asks()}
         if self._staging and (upcoming := self._scheduler.upcoming) is not None:
             self._engine.stage(upcoming)
-        self._carry(now, self._scheduler.handle(now, ask.Turn(prefixes)), reports)
+        effects = self._scheduler.handle(now, ask.Turn(prefixes))
+        self._scheduler_s += self._clock.now() - began
+        self._carry(now, effects, reports)
         return reports
+
+    def spent(self) -> Spent:
+        """Where the time went."""
+        return Spent(self._scheduler_s, self._engine_s)
 
     @property
     def boundary_ms(self) -> float:
@@ -210,6 +227,8 @@ class SlotDriver:
             at_risk=self._scheduler.at_risk(now),
             round_planned_ms=plan.round_ms if plan else 0.0,
             infeasible=",".join(plan.infeasible) if plan else "",
+            scheduler_ms=self._scheduler_s * 1000,
+            engine_ms=self._engine_s * 1000,
         )
 
     def close(self) -> None:
@@ -235,14 +254,17 @@ class SlotDriver:
             self._rest(now)
 
     def _step(self, order: ask.RunStep, reports: list[Report]) -> None:
+        began = self._clock.now()
         result = self._engine.step(order.admit)
         if result.kind == "idle" and (self._engine.next_event_in() or 0.0) > 0:
             self._under_way = order
             return
         self._under_way = None
         now = self._clock.now()
+        self._engine_s += now - began
         stepped = ask.Stepped(order.model, result, self._engine.waiting(order.model))
         self._scheduler.handle(now, stepped)
+        self._scheduler_s += self._clock.now() - now
         self._watch(now, idle=result.kind == "idle")
         self._prefilled_tokens += result.prefilled_tokens
         if result.tokens:
@@ -267,6 +289,7 @@ class SlotDriver:
         now, timing = self._clock.now(), switching.timing
         took_ms = max((now - switching.since) * 1000, timing.total_ms)
         self._switches += 1
+        self._engine_s += took_ms / 1000
         left = self._engine.waiting(timing.source) if timing.source else ()
         switched = ask.Switched(timing.target, took_ms, left, timing.suspended, timing.retracted)
         self._scheduler.handle(now, switched)

@@ -190,6 +190,10 @@ class Status(_Ipc, frozen=True, kw_only=True):
     """R of the round in progress; 0: one model at most has work."""
     infeasible: str = ""
     """As in `SlotEnded`, of the round in progress."""
+    scheduler_ms: float = 0.0
+    """Time spent deciding so far, look-ups of prefixes included."""
+    engine_ms: float = 0.0
+    """Time spent in steps and switches so far."""
 
 
 class Fatal(_Ipc, frozen=True, kw_only=True):
