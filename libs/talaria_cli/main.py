@@ -315,7 +315,9 @@ def rounds(  # noqa: PLR0917 - typer makes each argument an option
     log: Annotated[
         Path | None, typer.Argument(help="A recorded log (`talaria tap --json -k round`); none: live.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="With a log: draw its timeline here, as SVG.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="With a log: draw its timeline here (.png, else SVG).")
+    ] = None,
     scale: Annotated[float, typer.Option("--scale", min=0.1, help="Milliseconds per letter.")] = 50.0,
     config: Config = None,
     bus: BusUrl = "",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from talaria_cli import link
-from talaria_cli.rounds_picture import PHASES, line, of_event, read_log, svg
+from talaria_cli.rounds_picture import PHASES, Slot, line, of_event, read_log, svg
 from talaria_cli.up import runfile
 from talaria_common import subjects
 from talaria_common.bus import Message
@@ -42,15 +42,28 @@ def _recorded(log: Path, out: Path | None, ms_per_letter: float) -> int:
     try:
         slots = read_log(log)
         if out is not None:
-            out.write_text(svg(slots), encoding="utf-8")
+            _draw(slots, out)
             print(f"{out}: {len(slots)} slots")
             return 0
+    except ImportError:
+        print("talaria rounds: a PNG needs matplotlib (the extra `report`); an SVG needs nothing", file=sys.stderr)
+        return 2
     except (OSError, ValueError) as e:
         print(f"talaria rounds: {e}", file=sys.stderr)
         return 2
     for slot in slots:
         print(line(slot, ms_per_letter))
     return 0
+
+
+def _draw(slots: list[Slot], out: Path) -> None:
+    """As the file's name ends: .png, else SVG. Raises ImportError, OSError."""
+    if out.suffix.lower() == ".png":
+        from talaria_cli.rounds_png import png
+
+        png(slots, out)
+    else:
+        out.write_text(svg(slots), encoding="utf-8")
 
 
 async def _live(url: str, settings: Any, ms_per_letter: float) -> None:

@@ -18,6 +18,8 @@ PHASES = (
     ("linger_ms", "linger", "·", "#e0e0e0"),
 )
 """Field, name, letter of the live picture, colour of the timeline."""
+INFEASIBLE = "#c62828"
+"""Colour of the dot at a slot whose plan gave a target up."""
 _ROW, _LEFT, _WIDTH = 26, 220, 1200
 
 
@@ -32,6 +34,16 @@ class Slot(NamedTuple):
     def start_ms(self) -> float:
         """When its switch began."""
         return self.end_ms - float(self.data["wall_ms"])
+
+    @property
+    def lane(self) -> tuple[str, str]:
+        """Instance and model: a row of the timeline."""
+        return self.iid, str(self.data["model"])
+
+
+def lanes(slots: Sequence[Slot]) -> list[tuple[str, str]]:
+    """The timeline's rows, in order."""
+    return sorted({slot.lane for slot in slots})
 
 
 def line(slot: Slot, ms_per_letter: float) -> str:
@@ -78,9 +90,9 @@ def svg(slots: Sequence[Slot]) -> str:
     """The timeline: a lane per instance and model, a bar per slot, in it the phases in their order and proportion."""
     first, last = min(s.start_ms for s in slots), max(s.end_ms for s in slots)
     scale = _WIDTH / max(1.0, last - first)
-    lanes = sorted({(s.iid, str(s.data["model"])) for s in slots})
-    place = {lane: 40 + i * _ROW for i, lane in enumerate(lanes)}
-    bottom = 40 + len(lanes) * _ROW
+    rows = lanes(slots)
+    place = {lane: 40 + i * _ROW for i, lane in enumerate(rows)}
+    bottom = 40 + len(rows) * _ROW
     out = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{bottom + 50}"'
@@ -92,7 +104,7 @@ def svg(slots: Sequence[Slot]) -> str:
     for (iid, model), y in place.items():
         out.append(f'<text x="8" y="{y + 14}">{escape(f"{iid} {model}"[:36])}</text>')
     for slot in slots:
-        y = place[slot.iid, str(slot.data["model"])]
+        y = place[slot.lane]
         out += _bar(slot, _LEFT + (slot.start_ms - first) * scale, y, scale)
     out += _axis((last - first) / 1000, bottom)
     return "\n".join([*out, "</svg>", ""])
@@ -117,7 +129,7 @@ def _bar(slot: Slot, x: float, y: float, scale: float) -> Iterable[str]:
             yield f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 6}" fill="{colour}"/>'
         x += width
     if slot.data.get("infeasible"):
-        yield f'<circle cx="{x:.2f}" cy="{y}" r="3" fill="#c62828"/>'
+        yield f'<circle cx="{x:.2f}" cy="{y}" r="3" fill="{INFEASIBLE}"/>'
     yield "</g>"
 
 
@@ -126,7 +138,7 @@ def _legend() -> Iterable[str]:
     for _, name, _, colour in PHASES:
         yield f'<rect x="{x}" y="12" width="12" height="12" fill="{colour}"/><text x="{x + 16}" y="22">{name}</text>'
         x += 80
-    yield f'<circle cx="{x + 6}" cy="18" r="3" fill="#c62828"/><text x="{x + 16}" y="22">infeasible target</text>'
+    yield f'<circle cx="{x + 6}" cy="18" r="3" fill="{INFEASIBLE}"/><text x="{x + 16}" y="22">infeasible target</text>'
 
 
 def _axis(seconds: float, y: int) -> Iterable[str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from talaria_cli.main import app
-from talaria_cli.rounds_picture import of_event, svg
+from talaria_cli.rounds_picture import INFEASIBLE, PHASES, of_event, svg
 
 DATA = {
     "model": "alpha",
@@ -77,3 +79,26 @@ def test_an_older_instance_s_slots_are_drawn_too() -> None:
     slot = of_event({"kind": "round", "source": "i", "at_ms": 5, "data": old})
     assert slot is not None
     assert ET.fromstring(svg([slot])) is not None
+
+
+def test_the_timeline_as_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    file = log(tmp_path / "events.jsonl", event(1000), event(1600, model="beta"))
+    out = tmp_path / "rounds.png"
+    result = CliRunner().invoke(app, ["rounds", str(file), "--out", str(out)])
+    assert (result.exit_code, "2 slots" in result.stdout) == (0, True)
+    picture = (imread(out)[:, :, :3] * 255).round().astype(int).reshape(-1, 3)
+    for colour in [colour for _, _, _, colour in PHASES] + [INFEASIBLE]:
+        rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (abs(picture - rgb).sum(axis=1) == 0).sum() > 20, colour
+
+
+def test_a_png_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    file = log(tmp_path / "events.jsonl", event(1000))
+    result = CliRunner().invoke(app, ["rounds", str(file), "--out", str(tmp_path / "rounds.png")])
+    assert result.exit_code == 2
+    assert "matplotlib" in result.stderr
+    assert not (tmp_path / "rounds.png").exists()
