@@ -67,7 +67,7 @@ class BusSettings(_Section):
 
     url: str = Field(
         "nats://127.0.0.1:4222",
-        pattern=r"^(nats|tls|ws|wss)://[^\s/]+/?$",
+        pattern=r"^(nats|tls)://[^\s/]+/?$",
         description="server; `talaria up` starts one if nothing listens there",
     )
     user: str = Field("", description="with `password`; empty: no authentication")
@@ -136,6 +136,9 @@ class InstanceSettings(_Section):
     models: tuple[ModelName, ...] = Field(min_length=1, description="models it serves, from [models]")
     kv_tokens: int = Field(4096, ge=64, description="device KV rows per model")
     buffer_mib: int | None = Field(None, ge=1, description="device buffer; default: just what weights and KV need")
+    tp: int = Field(
+        1, ge=1, le=64, description="ranks (tensor parallelism): processes, on CUDA with the devices from `device` on"
+    )
     page_size: int = Field(16, ge=1, description="tokens per KV block: the granularity of prefix reuse")
     host_kv_mib: int = Field(
         0, ge=0, description="host memory for session KV, all models together; 0: a switch forgets every prefix"

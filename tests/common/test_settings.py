@@ -153,7 +153,7 @@ def test_an_unknown_instance_is_told_which_there_are():
         settings.instance("hot-1")
 
 
-@pytest.mark.parametrize("url", ["http://x", "127.0.0.1:4222", "nats://", "nats://a b"])
+@pytest.mark.parametrize("url", ["http://x", "127.0.0.1:4222", "nats://", "nats://a b", "wss://x"])
 def test_a_bus_url_that_nats_does_not_take(url: str) -> None:
     with pytest.raises(SettingsError, match=r"bus\.url"):
         load(None, env={"TALARIA_BUS__URL": url})
