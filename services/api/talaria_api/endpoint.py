@@ -16,7 +16,7 @@ from talaria_api.auth import Authenticator
 from talaria_api.call import Call
 from talaria_api.cluster import Cluster
 from talaria_api.errors import ClientGoneError, Header
-from talaria_api.intake import HEADROOM_BYTES, call_timeout_s, check_content_type, read_body
+from talaria_api.intake import HEADROOM_BYTES, call_timeout_s, check_content_type, read_body, too_large
 from talaria_api.link import Link, LiveCall, Sink
 from talaria_api.messages import ClientGone, Facts, Limits
 from talaria_api.metrics import ApiMetrics
@@ -62,24 +62,40 @@ class Parts:
 class _Exchange:
     """One HTTP request and what is known of its answer so far."""
 
+    scope: Scope
     send: Send
     rid: str
     headers: list[Header]
     began: float
+    edge: EdgeProtocol | None
     status: int = 0
     sent_bytes: int = 0
     started: bool = False
 
-    async def start(self, status: int, headers: list[Header]) -> None:
+    async def start(self, status: int, headers: list[Header], length: int | None = None) -> None:
         self.status, self.started = status, True
-        await self.send({"type": "http.response.start", "status": status, "headers": headers + self.headers})
+        headers = headers + self.headers
+        if self.edge is not None and self.edge.start(self.scope, status, headers, length):
+            return
+        if length is not None:
+            headers.append((b"content-length", b"%d" % length))
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes, *, more: bool) -> None:
+        if not self.write_now(data, more=more):
+            self.sent_bytes += len(data)
+            await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+    def write_now(self, data: bytes, *, more: bool = True) -> bool:
+        """Write if that can be done without waiting."""
+        if self.edge is None or not self.edge.writable(self.scope):
+            return False
         self.sent_bytes += len(data)
-        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+        self.edge.write(data, more=more)
+        return True
 
     async def whole(self, status: int, headers: list[Header], data: bytes) -> None:
-        await self.start(status, [_JSON, (b"content-length", b"%d" % len(data)), *headers])
+        await self.start(status, [_JSON, *headers], len(data))
         await self.write(data, more=False)
 
     async def fail(self, error: TalariaError, *, tokens_made: bool = False) -> None:
@@ -101,7 +117,9 @@ class CallEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         rid = new_rid()
-        it = _Exchange(send, rid, [(b"x-talaria-request", rid.encode())], asyncio.get_running_loop().time())
+        edge: EdgeProtocol | None = (scope.get("extensions") or {}).get(EDGE)
+        began = asyncio.get_running_loop().time()
+        it = _Exchange(scope, send, rid, [(b"x-talaria-request", rid.encode())], began, edge)
         try:
             await self._serve(scope, receive, it)
         except TalariaError as e:
@@ -121,7 +139,12 @@ class CallEndpoint:
         check_content_type(headers)
         timeout_s = call_timeout_s(headers, p.settings.api.request_timeout_s)
         deadline = p.clock.now() + timeout_s
-        body = await read_body(receive, headers, self._limit_bytes())
+        limit = self._limit_bytes()
+        body = None if it.edge is None else it.edge.body(scope)
+        if body is None:
+            body = await read_body(receive, headers, limit)
+        elif len(body) > limit:
+            raise too_large(limit)
         request = self._parse(body)
         self._check_model(request)
         session = identify(headers, request.hints, tenant)
@@ -132,7 +155,7 @@ class CallEndpoint:
         it.began = asyncio.get_running_loop().time()
         call = Call(self._facts(it.rid, request, tenant, session, deadline), p.limits, p.peers)
         answer = Answer(it.rid, request, int(time.time()))
-        edge: EdgeProtocol | None = (scope.get("extensions") or {}).get(EDGE)
+        edge = it.edge
         trace = _trace(headers)
 
         def open_call(sink: Sink) -> _Watched:
@@ -141,7 +164,7 @@ class CallEndpoint:
         p.metrics.started(len(body))
         try:
             if request.stream:
-                await self._stream(call, open_call, answer, edge, it)
+                await self._stream(call, open_call, answer, it)
             else:
                 await self._whole(call, open_call, answer, it)
         finally:
@@ -207,14 +230,13 @@ class CallEndpoint:
             it.headers.append((b"x-talaria-cache", final.usage.cache_source.encode()))
         await it.whole(200, [], whole.body())
 
-    async def _stream(
-        self, call: Call, open_call: _OpenCall, answer: Answer, edge: EdgeProtocol | None, it: _Exchange
-    ) -> None:
+    async def _stream(self, call: Call, open_call: _OpenCall, answer: Answer, it: _Exchange) -> None:
         s = self._parts.settings.api
+        edge = it.edge
         queue = FrameQueue(s.max_pending_frames, None if edge is None else edge.abort)
         writer = StreamWriter(answer)
         if edge is not None:
-            queue.direct, queue.quiet_s = partial(_write_now, edge, writer, it), s.keepalive_s
+            queue.direct, queue.quiet_s = partial(_write_now, writer, it), s.keepalive_s
         try:
             async with open_call(queue):
                 await self._pump(call, queue, writer, it)
@@ -276,14 +298,15 @@ class CallEndpoint:
         )
 
 
-def _write_now(edge: EdgeProtocol, writer: StreamWriter, it: _Exchange, frame: Frame) -> bool:
+def _write_now(writer: StreamWriter, it: _Exchange, frame: Frame) -> bool:
     """Write a delta without a task's turn, if that can be done without waiting."""
-    if not it.started or not edge.writable():
+    edge = it.edge
+    if edge is None or not it.started or not edge.writable(it.scope):
         return False
     data = writer.frame(frame)
     if data:
         it.sent_bytes += len(data)
-        edge.write_now(data)
+        edge.write(data, more=True)
     return True
 
 

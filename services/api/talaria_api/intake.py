@@ -41,7 +41,7 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit_byte
     """
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > limit_bytes:
-        raise _too_large(limit_bytes)
+        raise too_large(limit_bytes)
     chunks: list[bytes] = []
     size = 0
     try:
@@ -53,7 +53,7 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit_byte
                 chunk = message.get("body", b"")
                 size += len(chunk)
                 if size > limit_bytes:
-                    raise _too_large(limit_bytes)
+                    raise too_large(limit_bytes)
                 chunks.append(chunk)
                 if not message.get("more_body", False):
                     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -79,5 +79,6 @@ def call_timeout_s(headers: Mapping[bytes, bytes], most_s: float) -> float:
     return min(value, most_s)
 
 
-def _too_large(limit_bytes: int) -> PayloadTooLargeError:
+def too_large(limit_bytes: int) -> PayloadTooLargeError:
+    """The error of a body above the limit."""
     return PayloadTooLargeError(f"the body is larger than {limit_bytes} bytes, the most that one call may have")
