@@ -5,6 +5,7 @@ Every test leaves its engine idle; `check_idle` runs after each, so a leak names
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import warnings
@@ -36,9 +37,9 @@ def paths():
         return {name: prepare(name, ModelSettings(source=source)) for name, source in SOURCES.items()}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_engine(paths):
-    """Builds engines; the session's last act closes them."""
+    """Builds engines; they are closed at the module's end, or the session would need a dozen GiB."""
     from talaria_gpu.engine.sglang import ModelSpec, environment
 
     made = []
@@ -68,6 +69,9 @@ def make_engine(paths):
     yield make
     for engine in made:
         engine.close()
+    made.clear()
+    gc.unfreeze()  # SGLang freezes what it has built, cycles and all
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
