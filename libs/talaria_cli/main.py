@@ -218,7 +218,7 @@ def simulate(  # noqa: PLR0917 - typer makes each argument an option
     sessions: Annotated[int, typer.Option("--sessions", min=1, help="Sessions, at most.")] = 30,
     max_calls: Annotated[int | None, typer.Option("--max-calls", min=1, help="Per session.")] = None,
     calibration: Annotated[str, typer.Option("--calibration", help="paper, aic or roofline.")] = "paper",
-    ablation: Annotated[str, typer.Option("--ablation", help="Configuration of the instances.")] = "sp-only",
+    ablation: Annotated[str, typer.Option("--ablation", help="Configuration of the instances.")] = "talaria",
     policy: Annotated[str, typer.Option("--policy", help="Placement policy.")] = "talaria",
     tau: Annotated[float, typer.Option("--tau", min=0.0, help="Reservation timeout, seconds.")] = 1.0,
     gamma: Annotated[float, typer.Option("--gamma", min=0.01, max=0.99)] = 0.9,
@@ -228,20 +228,38 @@ def simulate(  # noqa: PLR0917 - typer makes each argument an option
     slot_ms: Annotated[float, typer.Option("--slot-ms", help="A slot's length when its round has room.")] = 2000.0,
     stagger: Annotated[float, typer.Option("--stagger", min=0.0, help="Seconds between starts of sessions.")] = 0.0,
     concurrent: Annotated[int | None, typer.Option("--concurrent", min=1, help="Sessions at once.")] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", min=1e-9, help="Sessions per second, a Poisson process.")
+    ] = None,
+    bursts: Annotated[
+        str | None, typer.Option("--bursts", help="EVERY_S,LENGTH_S,FACTOR: sessions come faster now and then.")
+    ] = None,
+    capacity: Annotated[
+        float | None, typer.Option("--capacity", help="How many instances keep p95 SCT under so many seconds?")
+    ] = None,
+    most: Annotated[int, typer.Option("--max-instances", min=1, help="For --capacity.")] = 64,
+    catalog: Annotated[int, typer.Option("--catalog", help="So many models, made of --models in turn.")] = 0,
+    zipf: Annotated[float, typer.Option("--zipf", help="Exponent of the catalog's popularity.")] = 1.0,
+    per_instance: Annotated[int, typer.Option("--per-instance", min=1, help="Models of a catalog's instance.")] = 3,
+    page: Annotated[int, typer.Option("--page", min=16, help="Tokens per KV page and block; larger is faster.")] = 64,
+    host_gib: Annotated[float | None, typer.Option("--host-gib", help="Host memory for KV, per instance.")] = None,
+    heartbeat: Annotated[float, typer.Option("--heartbeat", min=0.05, help="Seconds.")] = 0.5,
+    detail: Annotated[bool, typer.Option(help="Keep every call, slot and switch in the result.")] = True,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The whole result (JSON).")] = None,
     as_json: Json = False,
     show: Annotated[bool, typer.Option("--list", help="Name the shipped profiles and shapes.")] = False,
 ) -> None:
     """Replay a trace on a described cluster in virtual time; every figure is a prediction."""
-    from talaria_cli.simulate import SimulateOptions, run_list, run_simulate
+    from talaria_cli.simulate import CatalogOptions, SimulateOptions, parse_bursts, run_list, run_simulate
 
     if show:
         raise SystemExit(run_list())
     scenario = {
         "calibration": calibration, "ablation": ablation, "policy": policy, "tau_s": tau, "gamma": gamma,
         "t_ttft_s": t_ttft, "admission": admission, "overload": overload, "slot_ms": slot_ms, "stagger_s": stagger,
-        "concurrent": concurrent, "seed": seed,
+        "concurrent": concurrent, "seed": seed, "sessions_per_s": rate, "bursts": parse_bursts(bursts),
+        "page_tokens": page, "kv_block_tokens": page, "host_gib": host_gib, "heartbeat_s": heartbeat, "detail": detail,
     }  # fmt: skip
     options = SimulateOptions(
         trace,
@@ -253,6 +271,9 @@ def simulate(  # noqa: PLR0917 - typer makes each argument an option
         scenario,
         out,
         as_json,
+        CatalogOptions(catalog, zipf, per_instance),
+        capacity,
+        most,
     )
     raise SystemExit(run_simulate(options))
 

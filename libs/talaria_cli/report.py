@@ -39,6 +39,7 @@ def run_report(options: ReportOptions) -> int:
             issues=options.issues,
             seed=options.seed,
             tell=lambda what: print(f"report: {what}", file=sys.stderr, flush=True),
+            keep=options.out / "runs",
         )
         outcomes = [runner.run(e) for e in experiments]
     except (spec.SpecError, ProfileError, trace.TraceError, OSError) as e:
@@ -54,7 +55,6 @@ def run_report(options: ReportOptions) -> int:
         except ImportError:
             print("report: no figures: matplotlib is not installed", file=sys.stderr)
             break
-    pending = [] if options.only else chosen.pending
-    write_text(options.out / "report.md", markdown.page(outcomes, figures, pending, runner.source))
+    write_text(options.out / "report.md", markdown.page(outcomes, figures, runner.source))
     print(options.out / "report.md")
     return 0

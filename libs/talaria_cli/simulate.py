@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,21 @@ from talaria_cli.replay import model_map, table
 from talaria_replay import trace
 from talaria_replay.generate import SHAPES, generate
 from talaria_replay.live.results import write_text
-from talaria_replay.sim import profiles
-from talaria_replay.sim.run import SimResult, capacity_table, encode, simulate
+from talaria_replay.sim import catalog, profiles
+from talaria_replay.sim.arrivals import Bursts
+from talaria_replay.sim.capacity import Capacity, search
+from talaria_replay.sim.run import SimResult, capacity_table, encode, simulate_sessions
 from talaria_replay.sim.scenario import Group, Scenario, ScenarioError
 from talaria_replay.trace import Call
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogOptions:
+    """`size` models of Zipf popularity, `per_instance` on each instance; size 0: no catalog."""
+
+    size: int = 0
+    exponent: float = 1.0
+    per_instance: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +48,64 @@ class SimulateOptions:
     scenario: dict[str, Any]
     out: Path | None
     as_json: bool
+    catalog: CatalogOptions = CatalogOptions()
+    capacity_s: float | None = None
+    """The capacity question's bound on p95 SCT; None: it is not asked."""
+    most_instances: int = 64
+
+
+def parse_bursts(text: str | None) -> Bursts | None:
+    """EVERY_S,LENGTH_S,FACTOR. Exits with a message on anything else."""
+    if text is None:
+        return None
+    try:
+        every, length, factor = (float(part) for part in text.split(","))
+    except ValueError:
+        raise SystemExit(f"talaria simulate: --bursts {text!r}: expected EVERY_S,LENGTH_S,FACTOR") from None
+    return Bursts(every_s=every, length_s=length, factor=factor)
 
 
 def groups(hardware: list[str], models: list[str]) -> tuple[Group, ...]:
     """Groups of "NAME", "NAMExCOUNT" or "NAME[xCOUNT]:model,model"; without models of its own, `models`."""
     out = []
     for spec in hardware:
-        left, _, own = spec.partition(":") if not spec.endswith(".toml") else (spec, "", "")
-        name, times, count = left.rpartition("x")
-        counted = bool(times) and count.isdigit()
-        chosen = tuple(m for m in own.split(",") if m) or tuple(models)
+        name, count, own = _hardware(spec)
+        chosen = own or tuple(models)
         if not chosen:
             raise ScenarioError(f"--hardware {spec!r}: no model; give --models, or NAME:model,model")
         pool = "hot" if len(chosen) == 1 else "cold"
-        number = int(count) if counted else 1
-        out.append(Group(hardware=name if counted else left, models=chosen, count=number, pool=pool))  # type: ignore[arg-type]
+        out.append(Group(hardware=name, models=chosen, count=count, pool=pool))  # type: ignore[arg-type]
     return tuple(out)
 
 
-def load_trace(options: SimulateOptions, scenario: Scenario) -> tuple[list[Call], str]:
-    """The calls, their models those of the scenario, and how they were made ("": read)."""
+def _hardware(spec: str) -> tuple[str, int, tuple[str, ...]]:
+    """(profile, count, models)."""
+    left, _, own = spec.partition(":") if not spec.endswith(".toml") else (spec, "", "")
+    name, times, count = left.rpartition("x")
+    counted = bool(times) and count.isdigit()
+    return name if counted else left, int(count) if counted else 1, tuple(m for m in own.split(",") if m)
+
+
+def _scenario(options: SimulateOptions) -> tuple[Scenario, list[float] | None]:
+    """The scenario, and the models' shares of the sessions (None: in turn)."""
+    c = options.catalog
+    if not c.size:
+        return Scenario(groups=groups(options.hardware, options.models), **options.scenario), None
+    if len(options.hardware) != 1:
+        raise ScenarioError("a catalog needs one --hardware NAMExCOUNT")
+    name, count, own = _hardware(options.hardware[0])
+    models, shares = catalog.names(own or options.models, c.size), catalog.zipf(c.size, c.exponent)
+    placed = catalog.place(models, shares, hardware=name, instances=count, per_instance=c.per_instance)
+    return Scenario(groups=placed, **options.scenario), shares
+
+
+def load_trace(
+    options: SimulateOptions, scenario: Scenario, shares: Sequence[float] | None = None
+) -> tuple[Iterable[Sequence[Call]], str]:
+    """The sessions, their models those of the scenario, and how they were made ("": read)."""
     served = list(dict.fromkeys(profiles.model(m).name for g in scenario.groups for m in g.models))
+    if shares is not None:
+        served = catalog.names(_hardware(options.hardware[0])[2] or options.models, len(shares))
     if options.trace in SHAPES:
         limit = min(tokens for _, _, tokens in capacity_table(scenario))
         limit = min([limit, *(profiles.model(m).context_tokens for g in scenario.groups for m in g.models)])
@@ -67,28 +116,35 @@ def load_trace(options: SimulateOptions, scenario: Scenario) -> tuple[list[Call]
             seed=scenario.seed,
             max_calls=options.max_calls,
             max_context_tokens=limit,
+            shares=shares,
         )
         said = f"shape {options.trace!r}, {options.sessions} sessions, seed {scenario.seed}"
-        return list(made), said
+        if shares is not None:
+            said += f", {len(shares)} models, Zipf {options.catalog.exponent:g}"
+        return trace.grouped(made), said
     calls = trace.read(Path(options.trace))
     named = model_map(options.model_map)
     sessions = list(trace.sessions(calls).values())[: options.sessions]
     out = []
     for n, session in enumerate(sessions):
+        changed = []
         for call in session[: options.max_calls]:
             name = named.get(call.model) or named.get("*") or call.model
             model = name if name in served else served[n % len(served)] if not named else name
-            out.append(msgspec.structs.replace(call, model=model))
+            changed.append(msgspec.structs.replace(call, model=model))
+        out.append(changed)
     return out, ""
 
 
 def run_simulate(options: SimulateOptions) -> int:
     """Simulate; the figures go to stdout. Returns the exit code."""
     try:
-        scenario = Scenario(groups=groups(options.hardware, options.models), **options.scenario)
-        calls, generated = load_trace(options, scenario)
+        scenario, shares = _scenario(options)
+        if options.capacity_s is not None:
+            return _capacity(options, scenario, shares)
         started = time.process_time()
-        result = simulate(scenario, calls, generated=generated)
+        sessions, generated = load_trace(options, scenario, shares)
+        result = simulate_sessions(scenario, sessions, generated=generated)
         took = time.process_time() - started
     except (ScenarioError, profiles.ProfileError, trace.TraceError, ValueError, OSError) as e:
         for line in str(e).splitlines():
@@ -103,21 +159,71 @@ def run_simulate(options: SimulateOptions) -> int:
     return 1 if result.summary["failed_calls"] else 0
 
 
+def _capacity(options: SimulateOptions, scenario: Scenario, shares: Sequence[float] | None) -> int:
+    assert options.capacity_s is not None
+    if shares is not None:
+        raise ScenarioError("--capacity counts instances of one kind; a catalog's are placed for a given number")
+
+    def run(sized: Scenario) -> SimResult:
+        sessions, generated = load_trace(options, sized)
+        return simulate_sessions(sized, sessions, generated=generated)
+
+    found = search(
+        scenario,
+        options.capacity_s,
+        run,
+        most=options.most_instances,
+        tell=lambda t: print(
+            f"simulate: {t.instances} instances: p95 SCT {t.sct_p95_s:.1f} s, {t.failed_calls} calls failed",
+            file=sys.stderr,
+            flush=True,
+        ),
+    )
+    if options.out is not None and found.result is not None:
+        write_text(options.out, encode(found.result).decode())
+    if options.as_json:
+        tried = [t._asdict() for t in found.tried]
+        answer = {"simulated": True, "bound_s": options.capacity_s, "instances": found.instances, "tried": tried}
+        print(json.dumps(answer))
+    else:
+        _show_capacity(found, options.capacity_s)
+    return 0 if found.instances is not None else 1
+
+
+def _show_capacity(found: Capacity, bound_s: float) -> None:
+    console = Console()
+    shown = Table("instances", "p95 SCT, s", "failed calls", "GPU-s per session", title="SIMULATED")
+    for t in found.tried:
+        row = (str(t.instances), f"{t.sct_p95_s:.1f}", str(t.failed_calls), f"{t.gpu_s_per_session:.0f}")
+        shown.add_row(*row, style="bold" if t.instances == found.instances else "")
+    console.print(shown)
+    if found.instances is None:
+        console.print(f"p95 SCT stays above {bound_s:g} s, or calls fail, with {found.tried[-1].instances} instances")
+    else:
+        console.print(f"{found.instances} instances keep p95 SCT under {bound_s:g} s")
+    for note in found.result.notes if found.result is not None else []:
+        console.print(f"- {note}", markup=False)
+
+
 def _show(result: SimResult, took_s: float) -> None:
     console = Console()
     s = result.summary
     console.print(table(s, f"SIMULATED, calibration {result.scenario.calibration}, policy {result.scenario.policy}"))
     extra = Table(show_header=False)
+    paths = ", ".join(f"{path} {of['share']:.0%}" for path, of in s["switch_paths"].items())
     rows = {
         "calls, sessions": f"{s['calls']}, {s['sessions']} ({s['failed_calls']} failed, {s['retries']} retries)",
         "window": f"{s['window_s']:.1f} s simulated in {took_s:.1f} s of CPU",
         "slots, switches": f"{s['slots']}, {s['switches']}; switching takes {s['switch_share']:.1%} of slot time",
-        "switch": f"p50 {s['switch_ms'].get('p50', 0):.0f} ms",
-        "prefix reuse": f"{s['cached_share']:.1%} of prompt tokens",
+        "switch": f"p50 {s['switch_ms'].get('p50', 0):.0f} ms; {paths}",
+        "calls over a switch": f"{s['suspended']} suspended, {s['retracted']} retracted",
+        "prefix reuse": f"{s['cached_share']:.1%} of prompt tokens; {s['host_kv']['restored_tokens']} from host",
+        "returns into the open slot": f"{s['sp_admission_rate']:.1%}",
         "returns to the same instance": f"{s['same_instance_share'] or 0:.1%}",
         "leases": ", ".join(f"{n} {what}" for what, n in s["leases"].items()),
         "avoidable opens": str(s["avoidable_opens"]),
-        "peak KV": ", ".join(f"{name} {share:.0%}" for name, share in s["kv_peak_share"].items()),
+        "cost": f"{s['gpu_s_per_session']:.0f} GPU-s per session on {s['gpus']} GPUs",
+        "peak KV": ", ".join(f"{name} {share:.0%}" for name, share in list(s["kv_peak_share"].items())[:8]),
     }
     for name, value in rows.items():
         extra.add_row(name, value)

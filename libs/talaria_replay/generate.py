@@ -15,8 +15,10 @@ quantiles. Every generated call says so.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -97,6 +99,7 @@ def generate(
     seed: int,
     max_calls: int | None = None,
     max_context_tokens: int | None = None,
+    shares: Sequence[float] | None = None,
 ) -> Iterator[Call]:
     """`sessions` sessions of `shape`, models taken in turn; the same seed gives the same calls.
 
@@ -107,21 +110,28 @@ def generate(
         seed: of everything random.
         max_calls: cut sessions after so many calls.
         max_context_tokens: compact a session (keep a fifth) when prompt and completion would pass this.
+        shares: draw models with these probabilities instead.
 
     Raises:
         KeyError: no such shape.
     """
     figures = SHAPES[shape]
+    limits = None if shares is None else list(itertools.accumulate(shares))
     for number in range(sessions):
         rng = random.Random(f"{shape}/{seed}/{number}")  # noqa: S311 - repeatable on purpose
         yield from _session(
             figures,
             rng,
             name=f"{shape}-{seed}-{number}",
-            model=models[number % len(models)],
+            model=models[number % len(models)] if limits is None else models[_drawn(limits, seed, number)],
             max_calls=max_calls,
             limit=max_context_tokens,
         )
+
+
+def _drawn(limits: Sequence[float], seed: int, number: int) -> int:
+    u = random.Random(f"model/{seed}/{number}").random() * limits[-1]  # noqa: S311 - repeatable on purpose
+    return min(bisect_right(limits, u), len(limits) - 1)
 
 
 def _session(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -53,8 +54,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     """p50, p90, p95, p99, mean, max and n; empty for no values."""
     if not values:
         return {"n": 0}
-    out = {f"p{p}": round(nearest_rank(values, p), 4) for p in PERCENTS}
-    return out | {"mean": round(sum(values) / len(values), 4), "max": round(max(values), 4), "n": len(values)}
+    ordered = sorted(values)
+    out = {f"p{p}": round(nearest_rank(ordered, p), 4) for p in PERCENTS}
+    return out | {"mean": round(sum(ordered) / len(ordered), 4), "max": round(ordered[-1], 4), "n": len(ordered)}
 
 
 def session_times(records: Iterable[CallRecord]) -> dict[str, float]:
@@ -70,37 +72,91 @@ def session_times(records: Iterable[CallRecord]) -> dict[str, float]:
     return {s: end[s] - start[s] for s in start if s not in failed}
 
 
+class Tally:
+    """The figures of a run, added up session by session: it keeps numbers, not records."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, array[float]] = {name: array("d") for name in _DISTRIBUTIONS}
+        self._counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
+        self._returns = self._same = self._cached = self._return_cached = self._return_prompt = 0
+        self._end = 0.0
+
+    def add(self, session: Sequence[CallRecord]) -> None:
+        """All calls of one session, in order."""
+        good = [r for r in session if not r.error]
+        values, counts = self._values, self._counts
+        for r in good:
+            values["ttft_s"].append(r.ttft_s)
+            values["ttft_request_local_s"].append(r.local_ttft_s)
+            values["call_s"].append(r.done_s - r.intended_s)
+            if r.call:
+                values["return_ttft_s"].append(r.ttft_s)
+                self._return_cached += r.cached_tokens
+                self._return_prompt += r.prompt_tokens
+            if r.wanted_prompt_tokens:
+                error = abs(r.prompt_tokens - r.wanted_prompt_tokens) / r.wanted_prompt_tokens
+                values["prompt_error"].append(error)
+            counts["prompt_tokens"] += r.prompt_tokens
+            counts["completion_tokens"] += r.completion_tokens
+            counts["short_answers"] += r.completion_tokens < r.wanted_completion_tokens
+            self._cached += r.cached_tokens
+        counts["calls"] += len(session)
+        counts["failed_calls"] += len(session) - len(good)
+        counts["retries"] += sum(r.retries for r in session)
+        counts["sessions"] += 1
+        if len(good) == len(session):
+            values["sct_s"].extend(session_times(session).values())
+        else:
+            counts["failed_sessions"] += 1
+        at = {r.call: r.instance for r in session if r.instance}
+        known = [(at[r.call - 1], r.instance) for r in session if r.instance and r.call - 1 in at]
+        self._returns += len(known)
+        self._same += sum(a == b for a, b in known)
+        self._end = max(self._end, max((r.done_s for r in session), default=0.0))
+
+    def values(self, name: str) -> Sequence[float]:
+        """All values of a distribution of the summary."""
+        return self._values[name]
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of the prompt tokens of returns, those that were not in a cache."""
+        return round(1 - self._return_cached / self._return_prompt, 4) if self._return_prompt else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """Times in seconds, rates of 1."""
+        prompt = self._counts["prompt_tokens"]
+        return {
+            **{name: percentiles(values) for name, values in self._values.items()},
+            **self._counts,
+            "cached_share": round(self._cached / prompt, 4) if prompt else 0.0,
+            "same_instance_share": round(self._same / self._returns, 4) if self._returns else None,
+            "wall_s": round(self._end, 4),
+        }
+
+
+_DISTRIBUTIONS = ("sct_s", "ttft_s", "ttft_request_local_s", "return_ttft_s", "call_s", "prompt_error")
+_COUNTS = (
+    "calls",
+    "failed_calls",
+    "sessions",
+    "failed_sessions",
+    "retries",
+    "prompt_tokens",
+    "completion_tokens",
+    "short_answers",
+)
+
+
 def summary(records: Sequence[CallRecord]) -> dict[str, Any]:
     """The figures of a run; times in seconds, rates of 1."""
-    good = [r for r in records if not r.error]
-    returns = [r for r in good if r.call]
-    sessions = session_times(records)
-    prompt = sum(r.prompt_tokens for r in good)
-    return {
-        "sct_s": percentiles(list(sessions.values())),
-        "ttft_s": percentiles([r.ttft_s for r in good]),
-        "ttft_request_local_s": percentiles([r.local_ttft_s for r in good]),
-        "return_ttft_s": percentiles([r.ttft_s for r in returns]),
-        "call_s": percentiles([r.done_s - r.intended_s for r in good]),
-        "calls": len(records),
-        "failed_calls": len(records) - len(good),
-        "sessions": len({r.session for r in records}),
-        "failed_sessions": len({r.session for r in records}) - len(sessions),
-        "retries": sum(r.retries for r in records),
-        "prompt_tokens": prompt,
-        "completion_tokens": sum(r.completion_tokens for r in good),
-        "cached_share": round(sum(r.cached_tokens for r in good) / prompt, 4) if prompt else 0.0,
-        "same_instance_share": _same_instance(records),
-        "prompt_error": percentiles(
-            [
-                abs(r.prompt_tokens - r.wanted_prompt_tokens) / r.wanted_prompt_tokens
-                for r in good
-                if r.wanted_prompt_tokens
-            ]
-        ),
-        "short_answers": sum(r.completion_tokens < r.wanted_completion_tokens for r in good),
-        "wall_s": round(max((r.done_s for r in records), default=0.0), 4),
-    }
+    tally = Tally()
+    by_session: dict[str, list[CallRecord]] = {}
+    for r in records:
+        by_session.setdefault(r.session, []).append(r)
+    for session in by_session.values():
+        tally.add(session)
+    return tally.summary()
 
 
 def same_bodies(a: Iterable[CallRecord], b: Iterable[CallRecord]) -> float:
@@ -108,11 +164,3 @@ def same_bodies(a: Iterable[CallRecord], b: Iterable[CallRecord]) -> float:
     other = {(r.session, r.call): r.body for r in b if r.body}
     both = [(r.body, other[r.session, r.call]) for r in a if r.body and (r.session, r.call) in other]
     return sum(x == y for x, y in both) / len(both) if both else 0.0
-
-
-def _same_instance(records: Sequence[CallRecord]) -> float | None:
-    """Share of returns that were served where the session's call before was; None when the server does not tell."""
-    at = {(r.session, r.call): r.instance for r in records if r.instance}
-    pairs = [(at.get((r.session, r.call - 1)), r.instance) for r in records if r.instance and r.call]
-    known = [(a, b) for a, b in pairs if a]
-    return round(sum(a == b for a, b in known) / len(known), 4) if known else None

@@ -12,6 +12,7 @@ and prefix relation from `seed`. Calls of one session are in order; sessions may
 from __future__ import annotations
 
 import gzip
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -98,6 +99,12 @@ def sessions(calls: Iterable[Call]) -> dict[str, list[Call]]:
     for call in calls:
         out.setdefault(call.session, []).append(call)
     return out
+
+
+def grouped(calls: Iterable[Call]) -> Iterator[list[Call]]:
+    """Sessions one after the other, of calls that do not interleave (generated ones); nothing else is kept."""
+    for _, session in itertools.groupby(calls, key=lambda call: call.session):
+        yield list(session)
 
 
 class _Checker:

@@ -10,6 +10,9 @@ from msgspec.structs import replace
 from talaria_cli.report import ReportOptions, run_report
 from talaria_replay import trace, workload
 from talaria_replay.generate import generate
+from talaria_replay.report import spec
+from talaria_replay.report.outcome import metric
+from talaria_replay.sim.run import simulate
 from talaria_replay.trace import read, write
 
 MODELS = ["a", "b", "c"]
@@ -48,6 +51,52 @@ def test_the_quick_parts_of_the_report(tmp_path: Path) -> None:
     for png in ("figure-2.png", "figure-9.png"):
         assert (tmp_path / png).read_bytes().startswith(b"\x89PNG")
         assert png in text
+
+
+FIGURES = ["figure-12", "figure-13"]
+
+
+def test_figures_share_simulations_and_a_second_report_needs_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_report(ReportOptions("paper", tmp_path, None, FIGURES, 1, 0)) == 0
+    first = (tmp_path / "report.md").read_text()
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert len(runs) == 2 * 2  # calibrations and ablations, in both figures
+    for figure in FIGURES:
+        assert (tmp_path / f"{figure}.png").is_file()
+    stamps = [run.stat().st_mtime_ns for run in runs]
+    (tmp_path / "report.md").unlink()
+    assert run_report(ReportOptions("paper", tmp_path, None, FIGURES, 1, 0)) == 0
+    assert (tmp_path / "report.md").read_text() == first
+    assert [run.stat().st_mtime_ns for run in runs] == stamps
+
+
+@pytest.mark.parametrize("name", ["paper", "beyond"])
+def test_every_metric_is_one_that_results_have(name: str) -> None:
+    """A misspelt one would be an empty column for ever. Switch paths are there if a switch took them."""
+    shipped = spec.load(name)
+    scenario = shipped.scenarios["tp8"]
+    calls = workload.generated(
+        ["qwen3-235b", "glm-5-nvfp4", "qwen3.5-122b"], seed=0, max_context_tokens=90_000, issues=1
+    )
+    summary = simulate(replace(scenario, calibration="aic"), calls[:24]).summary
+    for e in shipped.experiments:
+        published = [values for values in e.paper.values() if isinstance(values, dict)]
+        nested = [deep for values in published for deep in values.values() if isinstance(deep, dict)]
+        for path in {*e.metrics, *(p for values in [*published, *nested] for p in values if "." in p or p in summary)}:
+            if not path.startswith("switch_paths."):
+                assert metric(summary, path) is not None, f"{e.id}: {path}"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["paper", "beyond"])
+def test_the_whole_report_with_one_issue(tmp_path: Path, name: str) -> None:
+    assert run_report(ReportOptions(name, tmp_path, None, [], 1, 0)) == 0
+    text = (tmp_path / "report.md").read_text()
+    for e in spec.load(name).experiments:
+        assert f"## {e.id}: " in text
 
 
 def test_mistakes_in_experiment_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

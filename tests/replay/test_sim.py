@@ -12,9 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from talaria_gpu.engine.contract import SwitchTiming
 from talaria_gpu.engine.ipc import SlotEnded
 from talaria_gpu.engine.sim.device import Part
+from talaria_gpu.hkvr.registry import Registry
 from talaria_gpu.sched import admission
+from talaria_gpu.sched.config import SlotConfig
+from talaria_gpu.staging.chunks import ChunkMap, State
 from talaria_replay import workload
 from talaria_replay.generate import SHAPES, generate
 from talaria_replay.sim import profiles
@@ -173,7 +177,7 @@ class TestMutations:
                 leaf = max(leaves, key=lambda n: n.used)
                 parent, leaf.parent = leaf.parent, None
                 assert parent is not None
-                del parent.children[leaf.edge[: self._page]]
+                del parent.children[leaf.edge[: self._code]]
                 freed += leaf.tokens
             self.tokens -= freed
             return freed
@@ -183,24 +187,126 @@ class TestMutations:
         assert after["cached_share"] != before["cached_share"]
 
 
+class Nothing:
+    """An engine without models."""
+
+    def models(self) -> dict[str, Any]:
+        return {}
+
+
+PRESSED = Scenario(
+    groups=(Group(hardware="paper-tp8", models=BIG),), calibration="aic", admission=False, host_gib=120.0
+)
+"""Three large models whose sessions' KV does not all fit the host's memory."""
+
+
+@pytest.fixture(scope="module")
+def pressed() -> tuple[list[Call], dict[str, Any]]:
+    calls = trace_of(BIG, 9, 5)
+    summary = simulate(PRESSED, calls).summary
+    assert summary["host_kv"]["evicted"] > 0
+    assert summary["suspended"] > 0
+    return calls, summary
+
+
+class TestSubstrateMutations:
+    """The same for what keeps KV and weights over a switch."""
+
+    def test_eviction_from_the_host(self, monkeypatch: pytest.MonkeyPatch, pressed: Any) -> None:
+        """All blocks are worth the same, whatever they cost."""
+        calls, before = pressed
+        monkeypatch.setattr(Registry, "_rank", lambda self, block: self._offer(block))
+        after = simulate(PRESSED, calls).summary
+        assert after["host_kv"]["restored_tokens"] != before["host_kv"]["restored_tokens"]
+
+    def test_where_weights_are_staged(self, monkeypatch: pytest.MonkeyPatch, pressed: Any) -> None:
+        """Chunks are written from the lowest page up: into the pages that calls want first."""
+        calls, _ = pressed
+        tight = msgspec.structs.replace(PRESSED, hardware={"hbm_gib": 110.0})
+        before = simulate(tight, calls).summary
+        plain = ChunkMap.__init__
+
+        def lowest_first(self: ChunkMap, plan: Any) -> None:
+            plain(self, plan)
+            self._order.reverse()
+
+        monkeypatch.setattr(ChunkMap, "__init__", lowest_first)
+        monkeypatch.setattr(ChunkMap, "reclaim", _reclaim)
+        after = simulate(tight, calls).summary
+        assert after["dirty_bytes"] > before["dirty_bytes"]
+
+    def test_the_round(self, monkeypatch: pytest.MonkeyPatch, pressed: Any) -> None:
+        """Eq. 5 bounds rounds at half of the limit."""
+        calls, before = pressed
+        whole = SlotConfig.round_limit_ms.fget  # type: ignore[attr-defined]
+        monkeypatch.setattr(SlotConfig, "round_limit_ms", property(lambda self: whole(self) / 2))
+        after = simulate(PRESSED, calls).summary
+        assert after["sct_s"]["p50"] != before["sct_s"]["p50"]
+
+    def test_retraction_costs(self, monkeypatch: pytest.MonkeyPatch, pressed: Any) -> None:
+        """Nothing may be parked: calls are computed again."""
+        calls, before = pressed
+        monkeypatch.setattr(Registry, "take_private", lambda *_: None)
+        after = simulate(PRESSED, calls).summary
+        assert after["suspended"] == 0
+        assert after["retracted"] > 0
+        assert after["sct_s"]["p50"] > before["sct_s"]["p50"]
+
+    @pytest.mark.parametrize(("name", "figure"), [("no-hkvr", "cached_share"), ("h2d-only", "d2d_bytes")])
+    def test_ablations_leave_out_what_they_say(self, pressed: Any, name: str, figure: str) -> None:
+        calls, before = pressed
+        after = simulate(msgspec.structs.replace(PRESSED, ablation=name), calls).summary
+        assert after[figure] < before[figure] / 2
+        if name == "h2d-only":
+            assert after["switch_paths"].keys() == {"h2d"}
+        else:
+            assert after["host_kv"]["saved"] == after["suspended"] == 0
+
+
+def _reclaim(chunks: ChunkMap, page: int) -> int:
+    """As the real one, for any order of writing."""
+    chunks.bar(page)
+    lost = 0
+    for index, state in enumerate(chunks.states):
+        if state is State.CLEAN and chunks.plan.chunks[index].page < page:
+            chunks.states[index] = State.DIRTY
+            lost += chunks.plan.chunks[index].size
+    return lost
+
+
 class TestLaws:
     def test_calls(self) -> None:
         laws = CallLaws()
         laws.begin("s", 0)
         with pytest.raises(LawError, match="never ended"):
             laws.end()
+        with pytest.raises(LawError, match="under way"):
+            laws.closed("s")
         laws.ended("s", 0, 1.0)
-        laws.end()
         with pytest.raises(LawError, match="twice"):
             laws.ended("s", 0, 1.0)
-        with pytest.raises(LawError, match="twice"):
+        with pytest.raises(LawError, match="began after"):
             laws.begin("s", 0)
+        laws.closed("s")
+        laws.end()
+
+    def test_switches(self) -> None:
+        laws = InstanceLaws("i", Nothing(), 0.0)  # type: ignore[arg-type]
+        good = SwitchTiming(
+            target="m", phases_ms=(1.0, 2.0, 0.0, 0.0, 0.0), total_ms=3.0, weight_bytes=9, d2d_bytes=4, h2d_bytes=5,
+            dirty_bytes=2, missing_bytes=3,
+        )  # fmt: skip
+        laws.switch(good)
+        for wrong in (
+            {"d2d_bytes": 5},
+            {"dirty_bytes": 1},
+            {"total_ms": 4.0},
+            {"phases_ms": (4.0, -1.0, 0.0, 0.0, 0.0)},
+        ):
+            with pytest.raises(LawError):
+                laws.switch(msgspec.structs.replace(good, **wrong))
 
     def test_slots(self) -> None:
-        class Nothing:
-            def models(self) -> dict[str, Any]:
-                return {}
-
         laws = InstanceLaws("i", Nothing(), 0.0)  # type: ignore[arg-type]
         slot = {
             "model": "m",

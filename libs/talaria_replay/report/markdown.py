@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from talaria_replay.report.run import Outcome, Row
-from talaria_replay.report.spec import Pending
+from talaria_replay.report.outcome import Outcome, Row
 from talaria_replay.sim.profiles import CALIBRATIONS
 
 INTRODUCTION = """\
 Every figure in the column *simulated* is a prediction: production cores of api, router, telemetry, instance and slot
 scheduler in virtual time, on component figures (sizes, link, prefill and decode times). Nothing end-to-end is fitted.
-The column *paper, measured* is what the paper reports. Times are seconds unless the name says ms."""
+The column *paper, measured* is what the paper reports. A figure's name is its place in a result's summary: `sct_s.p50`
+is the median of session completion times in seconds."""
 
 
 def _number(value: float | None) -> str:
@@ -39,7 +39,7 @@ def section(outcome: Outcome, figure: str | None) -> str:
     return "\n".join(parts) + "\n"
 
 
-def page(outcomes: Sequence[Outcome], figures: Mapping[str, str], pending: Sequence[Pending], source: str) -> str:
+def page(outcomes: Sequence[Outcome], figures: Mapping[str, str], source: str) -> str:
     """The whole report."""
     head = [
         "# The paper's figures and tables, simulated",
@@ -53,10 +53,4 @@ def page(outcomes: Sequence[Outcome], figures: Mapping[str, str], pending: Seque
         "",
     ]
     body = [section(o, figures.get(o.experiment.id)) for o in outcomes]
-    if pending:
-        body.append(
-            "## Not simulated yet\n\n"
-            + "\n".join(f"- {p.id}: {p.title}; needs {', '.join(p.needs)}" for p in pending)
-            + "\n"
-        )
     return "\n".join([*head, *body])

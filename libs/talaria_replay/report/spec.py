@@ -11,7 +11,8 @@ import msgspec
 
 from talaria_replay.sim.scenario import Scenario
 
-Kind = Literal["shape", "ablations", "starts", "router", "tau", "signals", "switch"]
+Kind = Literal["shape", "compare", "router", "tau", "signals", "sweep", "cost"]
+Curve = Literal["", "sct", "ttft", "return_ttft", "switch", "rounds", "hbm", "composition"]
 
 
 class SpecError(ValueError):
@@ -19,15 +20,24 @@ class SpecError(ValueError):
 
 
 class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One figure or table. `paper` holds the published values in the shape of the kind's own result."""
+    """One figure or table.
+
+    A metric is a path into a result's summary: `sct_s.p50`, `switch_paths.d2d.phases_ms.1.p95`. `paper` holds the
+    published values: configuration (or load and policy, or τ) → metric → value.
+    """
 
     id: str
     title: str
     kind: Kind
     section: str
     scenario: str = ""
+    metrics: list[str] = []
+    curve: Curve = ""
+    """What its picture shows."""
     calibrations: list[str] = []
     configurations: list[str] = []
+    starts: list[str] = []
+    """Names of `Spec.starts`; none: all at once."""
     policies: list[str] = []
     loads: dict[str, float] = {}
     """Name → seconds between starts of sessions."""
@@ -35,17 +45,18 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stagger_s: float = 0.0
     signals: dict[str, str] = {}
     """Policy → the system whose signal it is."""
+    changes: dict[str, dict[str, Any]] = {}
+    """For a sweep: name → what is changed in the scenario."""
     paper: dict[str, Any] = {}
     why: str = ""
     """Where and why prediction and paper part."""
 
 
-class Pending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A figure that cannot be made before a mechanism is built."""
+class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """When sessions start: fields of a scenario."""
 
-    id: str
-    title: str
-    needs: list[str]
+    stagger_s: float = 0.0
+    concurrent: int | None = None
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,11 +64,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     scenarios: dict[str, Scenario]
     experiments: list[Experiment]
-    pending: list[Pending] = []
+    starts: dict[str, Start] = {}
 
 
 def load(name: str) -> Spec:
-    """A shipped one ("paper") or a .toml file. Raises SpecError."""
+    """A shipped one ("paper", "beyond") or a .toml file. Raises SpecError."""
     try:
         if name.endswith(".toml"):
             text = Path(name).read_text(encoding="utf-8")
@@ -70,6 +81,9 @@ def load(name: str) -> Spec:
     for experiment in spec.experiments:
         if experiment.scenario and experiment.scenario not in spec.scenarios:
             raise SpecError(f"{name}: experiment {experiment.id!r}: no scenario {experiment.scenario!r}")
+        unknown = [start for start in experiment.starts if start != "all at once" and start not in spec.starts]
+        if unknown:
+            raise SpecError(f"{name}: experiment {experiment.id!r}: no start {unknown[0]!r}")
     return spec
 
 

@@ -28,8 +28,8 @@ class Timer:
 
     __slots__ = ("action",)
 
-    def __init__(self, action: Callable[[], None]) -> None:
-        self.action: Callable[[], None] | None = action
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action: Callable[[], object] | None = action
 
     def cancel(self) -> None:
         """It will not happen."""
@@ -46,14 +46,14 @@ class EventHeap:
         self._heap: list[tuple[float, int, Timer]] = []
         self._serial = 0
 
-    def at(self, when: float, action: Callable[[], None]) -> Timer:
+    def at(self, when: float, action: Callable[[], object]) -> Timer:
         """Run `action` at `when`, seconds; a time that has passed means now."""
         self._serial += 1
         timer = Timer(action)
         heapq.heappush(self._heap, (max(when, self.clock.now()), self._serial, timer))
         return timer
 
-    def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
+    def after(self, delay_s: float, action: Callable[[], object]) -> Timer:
         """Run `action` so much later."""
         return self.at(self.clock.now() + delay_s, action)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 from talaria_common.settings import InstanceSettings
 from talaria_common.wire import ForwardHead
-from talaria_gpu.engine.contract import SwitchTiming
 from talaria_gpu.engine.driver import SlotDriver
 from talaria_gpu.engine.ipc import Abort, Ready, Report, SlotEnded, Submit, Switched
 from talaria_gpu.engine.sim import SimEngine
@@ -33,23 +31,14 @@ from talaria_instance.messages import (
     Tell,
     Tick,
 )
-from talaria_replay.sim.device import ProfiledDevice
+from talaria_replay.sim.device import GIB, ProfiledDevice
 from talaria_replay.sim.events import EventHeap, Timer
 from talaria_replay.sim.laws import InstanceLaws
+from talaria_replay.sim.tally import SlotTally
 
 SKEW_S = 2.0
 IDLE_CHECK_S = 60.0
 """Idle engines look for leaks so rarely: looking costs more than an idle instance's whole simulation."""
-
-
-class EndedSlot(NamedTuple):
-    """A slot."""
-
-    end: float
-    """Seconds."""
-    slot: SlotEnded
-    hbm_bytes: int
-    """Most of the device buffer in use."""
 
 
 class SimInstance:
@@ -64,6 +53,8 @@ class SimInstance:
         tokenize_s: time to tokenise so many bytes.
         out: takes the core's answers and publications.
         heartbeat_s: between ticks.
+        slots: told of each slot and switch.
+        opened: the window's start, seconds.
     """
 
     def __init__(
@@ -77,12 +68,13 @@ class SimInstance:
         tokenize_s: Callable[[int], float],
         out: Callable[[str, Answer | Publish], None],
         heartbeat_s: float,
+        slots: SlotTally,
+        opened: float,
     ) -> None:
         self.iid = settings.id
         self.gpus = device.hw.gpus
-        self.slots: list[EndedSlot] = []
-        self.switches: list[tuple[float, SwitchTiming]] = []
-        """(end, switch), seconds."""
+        self._slots = slots
+        self._opened = opened
         self._heap = heap
         self._clock = heap.clock
         self._prompt = prompt
@@ -174,10 +166,11 @@ class SimInstance:
     def _reports(self, reports: list[Report]) -> None:
         for report in reports:
             if isinstance(report, SlotEnded):
-                self.slots.append(EndedSlot(self._clock.now(), report, self.laws.hbm_bytes))
-                self.laws.slot(self._clock.now(), report)
+                at = self._clock.now()
+                self._slots.slot(self.iid, at - self._opened, report, self.laws.hbm_bytes / self.gpus / GIB)
+                self.laws.slot(at, report)
             elif isinstance(report, Switched):
                 for timing in report.timings:
                     self.laws.switch(timing)
-                    self.switches.append((self._clock.now(), timing))
+                    self._slots.switch(self.iid, self._clock.now() - self._opened, timing)
             self._said(report)

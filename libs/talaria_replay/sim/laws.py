@@ -16,8 +16,8 @@ class LawError(AssertionError):
 class InstanceLaws:
     """One instance's.
 
-    KV is never above capacity, and the buffer never overfull; each slot's wall = active + switch, and all slots fit in the
-    time that passed; each switch accounts for every byte and millisecond.
+    KV is never above capacity, and the buffer never overfull; each slot's wall = active + switch, and all slots fit in
+    the time that passed; each switch accounts for every byte and millisecond.
     """
 
     def __init__(self, iid: str, engine: SimEngine, start: float) -> None:
@@ -69,28 +69,42 @@ class InstanceLaws:
 
 
 class CallLaws:
-    """Each call ends exactly once."""
+    """Each call begins and ends exactly once, in its session's order."""
 
     def __init__(self) -> None:
-        self._begun: set[tuple[str, int]] = set()
-        self._ended: set[tuple[str, int]] = set()
+        self._at: dict[str, tuple[int, bool]] = {}
+        """By session: its latest call, and whether it is under way."""
         self.last_end = 0.0
         """When a call last ended."""
+        self.begun = 0
+        self.ends = 0
 
     def begin(self, session: str, call: int) -> None:
         """It goes out for the first time."""
-        if (session, call) in self._begun:
-            raise LawError(f"call {call} of {session} began twice")
-        self._begun.add((session, call))
+        at, under_way = self._at.get(session, (-1, False))
+        if under_way or call != at + 1:
+            raise LawError(
+                f"call {call} of {session} began after call {at}, which was {'' if under_way else 'not '}open"
+            )
+        self._at[session] = (call, True)
+        self.begun += 1
 
     def ended(self, session: str, call: int, now: float) -> None:
         """It was answered, or failed for good."""
         self.last_end = now
-        if (session, call) in self._ended or (session, call) not in self._begun:
+        if self._at.get(session) != (call, True):
             raise LawError(f"call {call} of {session} ended twice, or never began")
-        self._ended.add((session, call))
+        self._at[session] = (call, False)
+        self.ends += 1
+
+    def closed(self, session: str) -> None:
+        """The session is over; nothing more of it may come."""
+        at = self._at.get(session)
+        if at is None or at[1]:
+            raise LawError(f"session {session} is over with a call under way, or never was")
+        del self._at[session]
 
     def end(self) -> None:
         """At the end of the simulation."""
-        if self._begun != self._ended:
-            raise LawError(f"{len(self._begun - self._ended)} calls never ended")
+        if self.begun != self.ends or self._at:
+            raise LawError(f"{self.begun - self.ends} calls never ended, {len(self._at)} sessions are not over")

@@ -6,7 +6,7 @@ Only transport is modelled here: what arrives where, and when. Every decision is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from talaria_replay.sim.device import ProfiledDevice
 from talaria_replay.sim.events import EventHeap
 from talaria_replay.sim.instance import SimInstance
 from talaria_replay.sim.scenario import Scenario
+from talaria_replay.sim.tally import SlotTally
 from talaria_router import messages as router
 from talaria_router.config import RouterConfig
 from talaria_router.core import RouterCore
@@ -60,13 +61,17 @@ class SimMesh:
         heap: of the simulation.
         scenario: policies and delays.
         devices: (instance settings, device, slot budgets) of each instance.
+        slots: told of each slot and switch.
+        opened: the window's start, seconds.
     """
 
     def __init__(
         self,
         heap: EventHeap,
         scenario: Scenario,
-        devices: list[tuple[InstanceSettings, ProfiledDevice, SlotConfig]],
+        devices: Sequence[tuple[InstanceSettings, ProfiledDevice, SlotConfig]],
+        slots: SlotTally,
+        opened: float,
     ) -> None:
         self._heap = heap
         self._clock = heap.clock
@@ -100,6 +105,8 @@ class SimMesh:
                 tokenize_s=lambda size: size * tokenize,
                 out=self._instance_says,
                 heartbeat_s=scenario.heartbeat_s,
+                slots=slots,
+                opened=opened,
             )
             for settings, device, config in devices
         }
@@ -113,6 +120,11 @@ class SimMesh:
         self._peers = Peers(SILENCE_S, SILENCE_S)
         self._calls: dict[str, tuple[Request, ApiCall]] = {}
         self._serial = 0
+
+    @property
+    def events(self) -> int:
+        """Actions that the simulation took."""
+        return self._heap.count
 
     def start(self) -> None:
         """Everything is up; heartbeats of the parts are spread over their interval."""

@@ -8,7 +8,7 @@ three kinds of timing; `CALIBRATIONS` says what each is worth.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -139,13 +139,29 @@ def names(kind: str) -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
+@cache
 def hardware(name: str) -> Hardware:
     """A shipped one by name, or a file. Raises ProfileError."""
     return _load("hardware", Hardware, name)
 
 
+def changed(hw: Hardware, values: Mapping[str, float]) -> Hardware:
+    """`hw` with other values. Raises ProfileError on one that it does not have."""
+    unknown = sorted(name for name in values if not isinstance(getattr(hw, name, None), int | float))
+    if unknown:
+        raise ProfileError(f"hardware {hw.name}: there is no value {unknown[0]!r} to change")
+    return msgspec.structs.replace(hw, **values) if values else hw
+
+
 def model(name: str) -> Model:
-    """A shipped one by name, or a file. Raises ProfileError."""
+    """A shipped one by name, or a file; NAME:WORD is NAME under another name. Raises ProfileError."""
+    name, _, alias = name.partition(":")
+    found = _model(name)
+    return msgspec.structs.replace(found, name=f"{found.name}:{alias}") if alias else found
+
+
+@cache
+def _model(name: str) -> Model:
     return _load("models", Model, name)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,22 +13,25 @@ from talaria_common.settings import InstanceSettings
 from talaria_gpu.sched.ablation import Ablation
 from talaria_gpu.sched.config import SlotConfig
 from talaria_replay import trace
-from talaria_replay.measure import CallRecord, percentiles, summary
+from talaria_replay.measure import CallRecord, Tally
 from talaria_replay.sim import profiles
+from talaria_replay.sim.arrivals import offsets
 from talaria_replay.sim.clients import Agent
 from talaria_replay.sim.device import ProfiledDevice, kv_capacity_tokens
 from talaria_replay.sim.events import EventHeap, VirtualClock
 from talaria_replay.sim.laws import CallLaws, LawError
 from talaria_replay.sim.mesh import SimMesh
 from talaria_replay.sim.scenario import ABLATIONS, Scenario, ScenarioError, check_ablation
+from talaria_replay.sim.tally import SlotTally, TraceTally
 from talaria_replay.trace import Call
 
-KIND = "talaria-simulation-1"
+KIND = "talaria-simulation-2"
 START = 1000.0
 WARM_S = 2.0
 """Before the first session: the parts get to know each other; not in any figure."""
 STALL_S = 7200.0
 """Virtual time in which no call ends, though some are under way: the mesh is stuck, which is a bug."""
+Instances = Sequence[tuple[InstanceSettings, ProfiledDevice, SlotConfig]]
 
 
 class SimResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +44,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
     summary: dict[str, Any]
     calls: list[CallRecord]
+    """Empty without `Scenario.detail`, as are these:"""
     slots: list[dict[str, Any]]
     switches: list[dict[str, Any]]
 
@@ -59,7 +63,7 @@ def slot_config(scenario: Scenario) -> SlotConfig:
     )
 
 
-def _instances(scenario: Scenario) -> list[tuple[InstanceSettings, ProfiledDevice, SlotConfig]]:
+def _instances(scenario: Scenario) -> Instances:
     out = []
     config = slot_config(scenario)
     for g, group in enumerate(scenario.groups):
@@ -68,7 +72,7 @@ def _instances(scenario: Scenario) -> list[tuple[InstanceSettings, ProfiledDevic
         if len(named) != len(models):
             raise ScenarioError(f"groups[{g}]: a model stands there twice")
         device = ProfiledDevice(
-            profiles.hardware(group.hardware),
+            profiles.changed(profiles.hardware(group.hardware), scenario.hardware),
             named,
             scenario.calibration,
             hkvr=config.ablation.hkvr,
@@ -92,11 +96,16 @@ def _instances(scenario: Scenario) -> list[tuple[InstanceSettings, ProfiledDevic
 
 
 def simulate(scenario: Scenario, calls: Sequence[Call], *, generated: str = "") -> SimResult:
+    """Run it on a trace; its models are those of the scenario. See `simulate_sessions`."""
+    return simulate_sessions(scenario, trace.sessions(calls).values(), generated=generated)
+
+
+def simulate_sessions(scenario: Scenario, sessions: Iterable[Sequence[Call]], *, generated: str = "") -> SimResult:
     """Run it.
 
     Args:
         scenario: what to simulate.
-        calls: the trace; its models are those of the scenario.
+        sessions: their calls, in the order in which they start; each is asked for when its time has come.
         generated: how the trace was made, "" when it was read from a file.
 
     Raises:
@@ -105,77 +114,136 @@ def simulate(scenario: Scenario, calls: Sequence[Call], *, generated: str = "") 
     """
     check_ablation(scenario.ablation)
     instances = _instances(scenario)
-    _check_calls(instances, calls)
     heap = EventHeap(VirtualClock(START))
-    mesh = SimMesh(heap, scenario, instances)
-    laws = CallLaws()
-    records: list[CallRecord] = []
-    waiting = list(trace.sessions(calls).values())
-    left = len(waiting)
     opened = START + WARM_S
-
-    def begin(session: Sequence[Call]) -> None:
-        agent = Agent(heap, mesh, session, seed=scenario.seed, gap_cap_s=scenario.gap_cap_s, laws=laws, done=ended)
-        agent.start()
-
-    def ended(made: list[CallRecord]) -> None:
-        nonlocal left
-        left -= 1
-        records.extend(_from(r, opened) for r in made)
-        if scenario.concurrent is not None and waiting:
-            session = waiting.pop(0)
-            heap.after(0.0, lambda: begin(session))
-
-    mesh.start()
-    first, waiting = waiting[: scenario.concurrent], waiting[scenario.concurrent or len(waiting) :]
-    for n, session in enumerate(first):
-        heap.at(opened + n * scenario.stagger_s, lambda s=session: begin(s))  # type: ignore[misc]
-
-    def done() -> bool:
-        if heap.clock.now() - laws.last_end > STALL_S and laws.last_end:
-            raise LawError(f"no call has ended for {STALL_S:g} s of virtual time")
-        return left == 0
-
-    laws.last_end = opened
+    slots = SlotTally(detail=scenario.detail)
+    mesh = SimMesh(heap, scenario, instances, slots, opened)
+    run = _Run(scenario, heap, mesh, _checked(instances, sessions), opened)
     collects = gc.isenabled()
     gc.disable()  # millions of small, acyclic objects: looking for cycles among them costs a tenth of the time
     try:
-        heap.run(done)
+        mesh.start()
+        run.start()
+        heap.run(run.done)
         closed = heap.clock.now()
-        heap.run(lambda: heap.clock.now() > closed + 2.0)  # what is on its way arrives; idle engines look for leaks
+        heap.run(lambda: heap.clock.now() > closed + 2.0)  # what is on its way arrives
     finally:
         if collects:
             gc.enable()
-    _check(mesh, laws, records)
+    _check(mesh, run)
     return SimResult(
         scenario=scenario,
-        trace=_about(calls, generated),
-        notes=_notes(scenario, calls, generated),
-        summary=_summary(mesh, records, closed - opened, heap.count),
-        calls=records,
-        slots=_slots(mesh, opened),
-        switches=_switches(mesh, opened),
+        trace=run.read.about(generated),
+        notes=_notes(scenario, run.read, generated),
+        summary=_summary(mesh, run, slots, closed - opened),
+        calls=run.records,
+        slots=sorted(slots.slots, key=lambda row: (row["end_s"], row["iid"])),
+        switches=sorted(slots.switches, key=lambda row: (row["end_s"], row["iid"])),
     )
 
 
-def _check_calls(
-    instances: Sequence[tuple[InstanceSettings, ProfiledDevice, SlotConfig]], calls: Sequence[Call]
-) -> None:
-    """Raises ScenarioError unless each call's model is served and its context fits wherever it may go."""
-    served = {m for settings, _, _ in instances for m in settings.models}
-    unknown = sorted({c.model for c in calls} - served)
-    if unknown:
-        raise ScenarioError(f"no instance serves {', '.join(unknown)}; there are {', '.join(sorted(served))}")
-    limits = {
-        name: min(device.spec(name).context_tokens for settings, device, _ in instances if name in settings.models)
-        for name in served
-    }
-    for c in calls:
-        if c.prompt_tokens + max(1, c.completion_tokens) > limits[c.model]:
-            raise ScenarioError(
-                f"session {c.session!r} call {c.call}: {c.prompt_tokens} + {c.completion_tokens} tokens exceed the "
-                f"context of {c.model} ({limits[c.model]} tokens)"
-            )
+class _Run:
+    """Starts sessions and takes their ends."""
+
+    def __init__(
+        self, scenario: Scenario, heap: EventHeap, mesh: SimMesh, sessions: Iterator[Sequence[Call]], opened: float
+    ) -> None:
+        self._scenario, self._heap, self._mesh, self._opened = scenario, heap, mesh, opened
+        self._sessions = sessions
+        self._offsets = offsets(
+            stagger_s=scenario.stagger_s,
+            sessions_per_s=scenario.sessions_per_s,
+            bursts=scenario.bursts,
+            seed=scenario.seed,
+        )
+        self._running = 0
+        self._all_begun = False
+        self.laws = CallLaws()
+        self.laws.last_end = opened
+        self.read = TraceTally()
+        self.tally = Tally()
+        self.records: list[CallRecord] = []
+        self.owed_tokens = 0
+        """Prompt tokens that had to be computed, by the calls' own account."""
+        self.failed = 0
+
+    def start(self) -> None:
+        """The first sessions."""
+        if self._scenario.concurrent is None:
+            self._schedule()
+        else:
+            for _ in range(self._scenario.concurrent):
+                self._heap.at(self._opened + next(self._offsets), self._begin)
+
+    def _schedule(self) -> None:
+        """The next session, at its time; it schedules the one after it."""
+
+        def begin() -> None:
+            if self._begin():
+                self._schedule()
+
+        self._heap.at(self._opened + next(self._offsets), begin)
+
+    def _begin(self) -> bool:
+        session = next(self._sessions, None)
+        if session is None:
+            self._all_begun = True
+            return False
+        self._running += 1
+        self.read.add(session)
+        Agent(
+            self._heap,
+            self._mesh,
+            session,
+            seed=self._scenario.seed,
+            gap_cap_s=self._scenario.gap_cap_s,
+            laws=self.laws,
+            done=self._ended,
+        ).start()
+        return True
+
+    def _ended(self, made: list[CallRecord]) -> None:
+        self._running -= 1
+        records = [_from(r, self._opened) for r in made]
+        self.laws.closed(records[0].session)
+        self.tally.add(records)
+        self.failed += any(r.error for r in records)
+        self.owed_tokens += sum(r.prompt_tokens - r.cached_tokens for r in records)
+        if self._scenario.detail:
+            self.records += records
+        if self._scenario.concurrent is not None:
+            self._heap.after(0.0, self._begin)
+
+    def done(self) -> bool:
+        """Whether every session is over. Raises LawError when nothing moves any more."""
+        if not self._running:
+            return self._all_begun
+        if self._heap.clock.now() - self.laws.last_end > STALL_S:
+            raise LawError(f"no call has ended for {STALL_S:g} s of virtual time")
+        return False
+
+
+def _checked(instances: Instances, sessions: Iterable[Sequence[Call]]) -> Iterator[Sequence[Call]]:
+    """The sessions. Raises ScenarioError unless each call's model is served and its context fits wherever it may go."""
+    limits: dict[str, int] = {}
+    for settings, device, _ in instances:
+        for name in settings.models:
+            limits[name] = min(device.spec(name).context_tokens, limits.get(name, 1 << 62))
+    iterator = iter(sessions)
+    first = list(itertools.islice(iterator, 1))  # at once, not when the first session starts
+
+    def check(session: Sequence[Call]) -> Sequence[Call]:
+        for c in session:
+            if c.model not in limits:
+                raise ScenarioError(f"no instance serves {c.model}; there are {', '.join(sorted(limits))}")
+            if c.prompt_tokens + max(1, c.completion_tokens) > limits[c.model]:
+                raise ScenarioError(
+                    f"session {c.session!r} call {c.call}: {c.prompt_tokens} + {c.completion_tokens} tokens exceed the "
+                    f"context of {c.model} ({limits[c.model]} tokens)"
+                )
+        return session
+
+    return map(check, itertools.chain(map(check, first), iterator))
 
 
 def _from(record: CallRecord, start: float) -> CallRecord:
@@ -187,114 +255,67 @@ def _from(record: CallRecord, start: float) -> CallRecord:
     return msgspec.structs.replace(record, **moved)
 
 
-def _check(mesh: SimMesh, laws: CallLaws, records: Sequence[CallRecord]) -> None:
-    laws.end()
+def _check(mesh: SimMesh, run: _Run) -> None:
+    run.laws.end()
     for instance in mesh.instances.values():
         instance.laws.end()
-    if not any(r.error for r in records):
+    if not run.failed:
         computed = sum(i.driver.status().prefilled_tokens for i in mesh.instances.values())
-        owed = sum(r.prompt_tokens - r.cached_tokens for r in records)
-        if computed != owed:
-            raise LawError(f"{computed} prompt tokens were computed; prompts less what was cached come to {owed}")
+        if computed != run.owed_tokens:
+            raise LawError(
+                f"{computed} prompt tokens were computed; prompts less what was cached come to {run.owed_tokens}"
+            )
     books = mesh.router.state.leases.books
     if books.installed != books.honoured + books.expired + sum(books.discarded.values()) + books.live:
         raise LawError(f"the books of leases do not balance: {books}")
 
 
-def _summary(mesh: SimMesh, records: Sequence[CallRecord], wall_s: float, events: int) -> dict[str, Any]:
+def _summary(mesh: SimMesh, run: _Run, slots: SlotTally, window_s: float) -> dict[str, Any]:
     counts, books = mesh.router.state.counts, mesh.router.state.leases.books
-    slots = [s.slot for i in mesh.instances.values() for s in i.slots]
-    timings = [t for i in mesh.instances.values() for _, t in i.switches]
-    active = sum(s.active_ms for s in slots)
-    switch = sum(t.total_ms for t in timings)
-    return summary(records) | {
-        "window_s": round(wall_s, 4),
-        "slots": len(slots),
-        "slot_wall_ms": percentiles([s.wall_ms for s in slots]),
-        "slot_active_s": round(active / 1000, 3),
-        "switches": len(timings),
-        "switch_ms": percentiles([t.total_ms for t in timings]),
-        "switch_s": round(switch / 1000, 3),
-        "switch_share": round(switch / (active + switch), 4) if slots else 0.0,
-        "retracted": sum(t.retracted for t in timings),
-        "suspended": sum(t.suspended for t in timings),
-        "admitted": sum(s.admitted for s in slots),
-        "deferred": sum(s.deferred for s in slots),
-        "recomputed_share": _recomputed(records),
-        "leases": {
-            "installed": books.installed,
-            "honoured": books.honoured,
-            "expired": books.expired,
-            "discarded": sum(books.discarded.values()),
-        },
-        "avoidable_opens": counts.avoidable_opens,
-        "kv_peak_share": {
-            f"{i.iid}/{m}": round(peak / i.engine.models()[m].kv_capacity_tokens, 4)
-            for i in mesh.instances.values()
-            for m, peak in i.laws.kv_peak.items()
-        },
-        "events": events,
-    }
-
-
-def _recomputed(records: Sequence[CallRecord]) -> float:
-    """Share of the reusable prefix tokens of returns that were not in the cache."""
-    returns = [r for r in records if r.call and not r.error]
-    prompt = sum(r.prompt_tokens for r in returns)
-    return round(1 - sum(r.cached_tokens for r in returns) / prompt, 4) if prompt else 0.0
-
-
-def _slots(mesh: SimMesh, start: float) -> list[dict[str, Any]]:
-    rows = [
-        {
-            "iid": i.iid,
-            "end_s": round(ended.end - start, 3),
-            "model": ended.slot.model,
-            "active_ms": round(ended.slot.active_ms, 3),
-            "switch_ms": round(ended.slot.switch_ms, 3),
-            "reason": ended.slot.reason,
-            "round": ended.slot.round,
-            "sp_admitted": ended.slot.sp_admitted,
-            "sp_deferred": ended.slot.sp_deferred,
-            "hbm_gib": round(ended.hbm_bytes / i.gpus / (1 << 30), 2),
+    placed = sum(counts.routed.values())
+    gpus = sum(i.gpus for i in mesh.instances.values())
+    figures = run.tally.summary()
+    peaks: dict[str, float] = {}
+    for i in mesh.instances.values():
+        for name, peak in i.laws.kv_peak.items():
+            share = round(peak / i.engine.models()[name].kv_capacity_tokens, 4)
+            peaks[name] = max(share, peaks.get(name, 0.0))
+    hosts = [i.engine.kept.host for i in mesh.instances.values() if i.engine.kept is not None]
+    host_counts = [h.registry.counts for h in hosts if h is not None]
+    return (
+        figures
+        | slots.summary()
+        | {
+            "window_s": round(window_s, 4),
+            "gpus": gpus,
+            "gpu_s_per_session": round(gpus * window_s / figures["sessions"], 2) if figures["sessions"] else 0.0,
+            "recomputed_share": run.tally.recomputed_share,
+            "leases": {
+                "installed": books.installed,
+                "honoured": books.honoured,
+                "expired": books.expired,
+                "discarded": sum(books.discarded.values()),
+            },
+            "unused_lease_share": round(1 - books.honoured / books.installed, 4) if books.installed else 0.0,
+            "avoidable_opens": counts.avoidable_opens,
+            "model_opens": sum(counts.opens.values()),
+            "residency_hit_share": round(1 - sum(counts.opens.values()) / placed, 4) if placed else 0.0,
+            "kv_peak_share": peaks,
+            "host_kv": {
+                name: sum(getattr(c, name) for c in host_counts)
+                for name in ("saved", "restored", "restored_tokens", "evicted", "refused")
+            },
+            "events": mesh.events,
         }
-        for i in mesh.instances.values()
-        for ended in i.slots
-    ]
-    return sorted(rows, key=lambda r: (r["end_s"], r["iid"]))
+    )
 
 
-def _switches(mesh: SimMesh, start: float) -> list[dict[str, Any]]:
-    rows = [
-        {"iid": i.iid, "end_s": round(at - start, 3), "source": t.source, "target": t.target, "path": t.path}
-        | {"total_ms": round(t.total_ms, 3), "phases_ms": [round(ms, 3) for ms in t.phases_ms]}
-        | {name: getattr(t, name) for name in ("d2d_bytes", "dirty_bytes", "missing_bytes", "suspended", "retracted")}
-        for i in mesh.instances.values()
-        for at, t in i.switches
-    ]
-    return sorted(rows, key=lambda r: (r["end_s"], r["iid"]))
-
-
-def _about(calls: Sequence[Call], generated: str) -> dict[str, Any]:
-    h = hashlib.blake2b(digest_size=16)
-    for call in calls:
-        h.update(msgspec.json.encode(call))
-    return {
-        "generated": generated,
-        "digest": h.hexdigest(),
-        "sessions": len({c.session for c in calls}),
-        "calls": len(calls),
-        "prompt_tokens": percentiles([c.prompt_tokens for c in calls]),
-        "gap_sources": sorted({c.gap_source for c in calls if c.call}),
-    }
-
-
-def _notes(scenario: Scenario, calls: Sequence[Call], generated: str) -> list[str]:
+def _notes(scenario: Scenario, read: TraceTally, generated: str) -> list[str]:
     notes = ["every figure is simulated: predicted from component figures, not measured"]
     notes.append(f"calibration {scenario.calibration}: {profiles.CALIBRATIONS[scenario.calibration]}")
     if generated:
         notes.append(f"the trace is generated: {generated}")
-    if any(c.gap_source == "synthetic" for c in calls):
+    if read.synthetic:
         notes.append("gaps are synthetic")
     return notes
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from talaria_replay.sim.arrivals import Bursts
 from talaria_replay.sim.profiles import CalibrationName
 
 MECHANISMS = {
@@ -50,6 +51,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         calibration: which timing of the model profiles.
+        hardware: values of the hardware profiles that are other than in the file, for every group.
         ablation: configuration of the instances, by name.
         admission: False: the router refuses no call for its predicted wait (as on a single server, where there is no
             other place); T_TTFT is then without bound there.
@@ -58,12 +60,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         page_tokens, kv_block_tokens: of device and host KV; larger ones simulate faster, and reuse a little less.
         host_gib: host memory for KV of each instance; None: the hardware's.
         stagger_s, concurrent: as in `talaria replay`.
+        sessions_per_s, bursts: starts as a Poisson process instead.
+        detail: False: the result holds figures only, no calls, slots and switches; for millions of calls.
         hop_ms: one message on the bus; assumed.
         tokenize_ms_per_ktoken: at the instance; assumed.
     """
 
     groups: tuple[Group, ...]
     calibration: CalibrationName = "paper"
+    hardware: dict[str, float] = {}
     ablation: str = "talaria"
     policy: str = "talaria"
     tau_s: float = 1.0
@@ -82,6 +87,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     gap_cap_s: float = 10.0
     stagger_s: float = 0.0
     concurrent: int | None = None
+    sessions_per_s: float | None = None
+    bursts: Bursts | None = None
+    detail: bool = True
     deadline_s: float = 86_400.0
     hop_ms: float = 0.5
     tokenize_ms_per_ktoken: float = 0.7

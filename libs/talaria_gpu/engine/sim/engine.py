@@ -196,7 +196,7 @@ class SimEngine:
         if call.rid in self._model_of:
             raise BadRequestError(f"call {call.rid} is here already")
         try:
-            pool.waiting[call.rid] = SimCall.of(call)
+            pool.waiting[call.rid] = SimCall.of(call, pool.code)
         except (OverflowError, TypeError) as e:
             raise BadRequestError(f"token ids: {e}") from e
         self._model_of[call.rid] = call.model

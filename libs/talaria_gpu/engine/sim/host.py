@@ -37,26 +37,26 @@ class _Restore:
 
 
 class _Keys:
-    """Block keys of a sequence, and its ids, with which a session's next prompt usually begins."""
+    """Block keys of a sequence, and its codes, with which a session's next prompt usually begins."""
 
-    __slots__ = ("_block", "_count", "_keys", "_packed")
+    __slots__ = ("_block", "_count", "_keys", "_prefix")
 
     def __init__(self, identity: bytes, salt: str, block_tokens: int) -> None:
         self._keys = BlockKeys(identity, salt, block_tokens)
         self._block = block_tokens
         self._count = 0
-        self._packed = b""
+        self._prefix = b""
 
     def begins(self, call: SimCall) -> bool:
         """Whether the call's prompt begins with all that was hashed."""
-        return call.packed.startswith(self._packed)
+        return call.codes.startswith(self._prefix)
 
     def upto(self, call: SimCall, tokens: int) -> list[bytes]:
         """Keys of the full blocks in the call's first `tokens`."""
         count = tokens // self._block
         if count > self._count:
             whole = count * self._block
-            self._count, self._packed = count, call.packed_upto(whole)
+            self._count, self._prefix = count, call.prefix(whole)
             return self._keys.upto(call.ids(whole), whole)
         return self._keys.upto((), tokens)
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from talaria_gpu.engine.contract import CacheSource, EngineCall, ModelLoad, StepTokens
 from talaria_gpu.engine.sim.device import Part
-from talaria_gpu.engine.sim.prefix import ID_BYTES, Node, PrefixCache, depth
+from talaria_gpu.engine.sim.prefix import ID_BYTES, Node, PageCode, PrefixCache, depth
 from talaria_gpu.engine.sim.tokens import logprob_at, pack_ids, seed_of, token_at
 
 DECODE_RESERVE_TOKENS = 512
@@ -23,6 +23,9 @@ class SimCall:
     call: EngineCall
     packed: bytes
     seed: int
+    code: PageCode
+    codes: bytes
+    """Of the prompt's whole pages."""
     out: array[int] = field(default_factory=lambda: array("I"))
     node: Node | None = None
     """The cached prefix that it locks while it runs."""
@@ -43,30 +46,30 @@ class SimCall:
     alive: bool = True
 
     @classmethod
-    def of(cls, call: EngineCall) -> SimCall:
+    def of(cls, call: EngineCall, code: PageCode) -> SimCall:
         """Raises OverflowError or TypeError when an id is no id."""
         packed = pack_ids(call.input_ids)
-        return cls(call, packed, seed_of(packed))
+        return cls(call, packed, seed_of(packed), code, code.of(packed))
 
     @property
     def length(self) -> int:
         """Prompt and generated tokens."""
         return len(self.call.input_ids) + len(self.out)
 
-    @property
-    def sequence(self) -> bytes:
-        """Prompt and generated ids, packed."""
-        return self.packed + self.out.tobytes() if self.out else self.packed
-
     def ids(self, tokens: int) -> Sequence[int]:
         """At least its first `tokens` ids."""
         if tokens <= len(self.call.input_ids):
             return self.call.input_ids
-        return array("I", self.sequence)
+        return array("I", self.packed + self.out.tobytes())
 
-    def packed_upto(self, tokens: int) -> bytes:
-        """Its first `tokens` ids, packed."""
-        return (self.packed if tokens <= len(self.call.input_ids) else self.sequence)[: tokens * ID_BYTES]
+    def prefix(self, tokens: int) -> bytes:
+        """Codes of the whole pages in its first `tokens`, prompt and generated ones."""
+        pages = tokens // self.code.page_tokens
+        known = len(self.codes) // self.code.size
+        if pages <= known:
+            return self.codes[: pages * self.code.size]
+        rest = (self.packed + self.out.tobytes())[known * self.code.page_tokens * ID_BYTES : tokens * ID_BYTES]
+        return self.codes + self.code.of(rest)
 
     def computed(self, upto: int) -> tuple[int, int]:
         """Its prefill has come to `upto`: tokens computed for the first time, and again."""
@@ -155,7 +158,8 @@ class SimPool:
         self._capacity = capacity_tokens
         self._page = page_tokens
         self._max_running = max_running
-        self.cache = PrefixCache(page_tokens)
+        self.code = PageCode(page_tokens)
+        self.cache = PrefixCache(self.code)
         self._own = 0
         self._coming = 0
         self._held: dict[str, Node] = {}
@@ -199,7 +203,9 @@ class SimPool:
             if left <= 0 or self.half is not None or len(self.running) >= self._max_running:
                 break
             call = self.waiting[rid]
-            node, cached = self.cache.match(call.call.salt, call.sequence[:-ID_BYTES], now)  # the last gives the logits
+            node, cached = self.cache.match(
+                call.call.salt, call.prefix(call.length - 1), now
+            )  # the last gives the logits
             self.cache.lock(node)
             todo = call.length - cached
             reserve = min(call.call.sampling.max_new_tokens - len(call.out), DECODE_RESERVE_TOKENS)
@@ -237,14 +243,14 @@ class SimPool:
         call = self.waiting.get(rid)
         if call is None:
             return 0
-        return call.done if call is self.half else self.cache.length(call.call.salt, call.sequence[:-ID_BYTES])
+        return call.done if call is self.half else self.cache.length(call.call.salt, call.prefix(call.length - 1))
 
     def prefilled(self, call: SimCall, upto: int, now: float) -> Node:
         """A prefill has come to `upto`: its whole pages become a cached prefix that others may share."""
         if call.node is None:
             raise ValueError(f"{call.call.rid} does not run")
         before = depth(call.node)
-        node, _ = self.cache.insert(call.call.salt, call.sequence[: upto * ID_BYTES], now)
+        node, _ = self.cache.insert(call.call.salt, call.prefix(upto), now)
         self.cache.lock(node)
         self.cache.unlock(call.node)
         call.node = node
@@ -255,7 +261,7 @@ class SimPool:
 
     def expect(self, call: SimCall, end: int, now: float) -> Coming | None:
         """Rows for the first `end` tokens of a waiting call's prefix; None: the device has them, or no room."""
-        node, have = self.cache.match(call.call.salt, call.packed_upto(end), now)
+        node, have = self.cache.match(call.call.salt, call.prefix(end), now)
         if have >= end:
             return None
         self.cache.lock(node)
@@ -271,7 +277,7 @@ class SimPool:
         self._coming -= coming.end - coming.have
         if wanted:
             call = coming.call
-            node, _ = self.cache.insert(call.call.salt, call.packed_upto(coming.end), now)
+            node, _ = self.cache.insert(call.call.salt, call.prefix(coming.end), now)
             self.cache.lock(node)
             self._held[call.call.rid] = node
         self.cache.unlock(coming.node)
@@ -314,7 +320,7 @@ class SimPool:
 
     def finish(self, call: SimCall, now: float) -> Node:
         """A call ended well: its pages stay cached, but for the last token, whose KV was never computed."""
-        node, _ = self.cache.insert(call.call.salt, call.sequence[:-ID_BYTES], now)
+        node, _ = self.cache.insert(call.call.salt, call.prefix(call.length - 1), now)
         if call.call.session:
             self._sessions[call.call.session] = node
         self._release(call)

@@ -1,16 +1,39 @@
 """A radix cache of token prefixes, as a real engine keeps one: exact, page-aligned, locked by running calls, LRU.
 
-Ids are packed, 4 bytes each. An edge holds many pages, so that a growing session costs one node per turn and matching
-is a handful of memory compares.
+A prefix is the codes of its whole pages, one after the other: `PageCode` makes them. An edge holds many pages, so that
+a growing session costs one node per turn and matching is a handful of memory compares.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import struct
+from array import array
 from dataclasses import dataclass, field
 
 ID_BYTES = 4
+_HASHED_TOKENS = 16
+
+
+class PageCode:
+    """What stands for a page of tokens: small pages themselves, larger ones a 64-bit hash.
+
+    So a simulation of many sessions needs little memory. Two pages of one hash would be taken for one: in 10^9 pages
+    that happens with a chance of 3%.
+    """
+
+    def __init__(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self._page_bytes = page_tokens * ID_BYTES
+        self._split = struct.Struct(f"{self._page_bytes}s") if page_tokens >= _HASHED_TOKENS else None
+        self.size = self._page_bytes if self._split is None else 8
+        """Bytes of one code."""
+
+    def of(self, packed: bytes) -> bytes:
+        """Codes of the whole pages of packed ids."""
+        whole = packed[: len(packed) - len(packed) % self._page_bytes]
+        return whole if self._split is None else array("q", map(hash, self._split.iter_unpack(whole))).tobytes()
 
 
 @dataclass(slots=True, eq=False)
@@ -21,15 +44,12 @@ class Node:
     """
 
     edge: bytes
+    tokens: int
+    """Of this edge alone."""
     parent: Node | None
     used: float
     locks: int = 0
     children: dict[bytes, Node] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of this edge alone."""
-        return len(self.edge) // ID_BYTES
 
 
 def depth(node: Node) -> int:
@@ -42,52 +62,52 @@ def depth(node: Node) -> int:
 
 
 class PrefixCache:
-    """The prefixes of one model, by salt. `tokens` is what they occupy, in KV rows."""
+    """The prefixes of one model, by salt. `tokens` is what they occupy, in KV rows. Prefixes are codes (`PageCode`)."""
 
-    def __init__(self, page_tokens: int) -> None:
-        self._page = page_tokens * ID_BYTES
+    def __init__(self, code: PageCode) -> None:
+        self._code = code.size
+        self._page_tokens = code.page_tokens
         self._roots: dict[str, Node] = {}
         self.tokens = 0
         self.locked_tokens = 0
 
-    def match(self, salt: str, packed: bytes, now: float) -> tuple[Node, int]:
-        """The node where the longest cached prefix of `packed` ends, and its length in tokens (whole pages)."""
+    def match(self, salt: str, codes: bytes, now: float) -> tuple[Node, int]:
+        """The node where the longest cached prefix of `codes` ends, and its length in tokens."""
         node = self._root(salt, now)
         position = 0
         while True:
-            child = node.children.get(packed[position : position + self._page])
+            child = node.children.get(codes[position : position + self._code])
             if child is None:
                 break
             child.used = now
-            common = self._common(child.edge, packed, position)
+            common = self._common(child.edge, codes, position)
             if common < len(child.edge):
                 child = self._split(child, common)
             node, position = child, position + common
-        return node, position // ID_BYTES
+        return node, self._tokens(position)
 
-    def length(self, salt: str, packed: bytes) -> int:
-        """Tokens of the longest cached prefix of `packed`; changes nothing."""
+    def length(self, salt: str, codes: bytes) -> int:
+        """Tokens of the longest cached prefix of `codes`; changes nothing."""
         node = self._roots.get(salt)
         position = 0
         while node is not None:
-            node = node.children.get(packed[position : position + self._page])
+            node = node.children.get(codes[position : position + self._code])
             if node is None:
                 break
-            common = self._common(node.edge, packed, position)
+            common = self._common(node.edge, codes, position)
             position += common
             if common < len(node.edge):
                 break
-        return position // ID_BYTES
+        return self._tokens(position)
 
-    def insert(self, salt: str, packed: bytes, now: float) -> tuple[Node, int]:
-        """Keep the whole pages of `packed`; returns the node where they end, and how many tokens are new."""
-        packed = packed[: len(packed) - len(packed) % self._page]
-        node, have = self.match(salt, packed, now)
-        rest = packed[have * ID_BYTES :]
+    def insert(self, salt: str, codes: bytes, now: float) -> tuple[Node, int]:
+        """Keep `codes`; returns the node where they end, and how many tokens are new."""
+        node, have = self.match(salt, codes, now)
+        rest = codes[have // self._page_tokens * self._code :]
         if not rest:
             return node, 0
-        leaf = Node(rest, node, now)
-        node.children[rest[: self._page]] = leaf
+        leaf = Node(rest, self._tokens(len(rest)), node, now)
+        node.children[rest[: self._code]] = leaf
         self.tokens += leaf.tokens
         return leaf, leaf.tokens
 
@@ -111,7 +131,7 @@ class PrefixCache:
             parent, leaf.parent = leaf.parent, None
             if parent is None:
                 raise ValueError("a root is no leaf")
-            del parent.children[leaf.edge[: self._page]]
+            del parent.children[leaf.edge[: self._code]]
             if parent.parent is not None and not parent.children and not parent.locks:
                 heapq.heappush(leaves, (parent.used, next(serial), parent))
         self.tokens -= freed
@@ -135,34 +155,37 @@ class PrefixCache:
             return f"prefix cache counts {self.tokens} tokens, {self.locked_tokens} locked; it holds {total}, {locked}"
         return ""
 
+    def _tokens(self, size: int) -> int:
+        return size // self._code * self._page_tokens
+
     def _root(self, salt: str, now: float) -> Node:
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(b"", None, now)
+            root = self._roots[salt] = Node(b"", 0, None, now)
         return root
 
-    def _common(self, edge: bytes, packed: bytes, position: int) -> int:
-        """Bytes that `edge` and `packed` from `position` share, in whole pages (at least one is known to be)."""
-        if packed.startswith(edge, position):
+    def _common(self, edge: bytes, codes: bytes, position: int) -> int:
+        """Bytes that `edge` and `codes` from `position` share, in whole pages (at least one is known to be)."""
+        if codes.startswith(edge, position):
             return len(edge)
-        low, high = 1, len(edge) // self._page  # pages known to match; pages known not to
+        low, high = 1, len(edge) // self._code  # pages known to match; pages known not to
         while high - low > 1:
             middle = (low + high) // 2
-            if packed.startswith(edge[: middle * self._page], position):
+            if codes.startswith(edge[: middle * self._code], position):
                 low = middle
             else:
                 high = middle
-        return low * self._page
+        return low * self._code
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node`'s edge after `at` bytes; returns the upper half."""
         parent = node.parent
         if parent is None:
             raise ValueError("a root has no edge")
-        upper = Node(node.edge[:at], parent, node.used, node.locks)
-        parent.children[upper.edge[: self._page]] = upper
-        node.edge, node.parent = node.edge[at:], upper
-        upper.children[node.edge[: self._page]] = node
+        upper = Node(node.edge[:at], self._tokens(at), parent, node.used, node.locks)
+        parent.children[upper.edge[: self._code]] = upper
+        node.edge, node.tokens, node.parent = node.edge[at:], node.tokens - upper.tokens, upper
+        upper.children[node.edge[: self._code]] = node
         return upper
 
     def _walk(self, node: Node, by: int) -> None:
