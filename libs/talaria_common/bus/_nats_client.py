@@ -2,8 +2,9 @@
 
 Faults (seen in 2.16; test_nats_traps.py shows both): pings that overtake, pongs that kill the read loop.
 
-Short ways: messages are delivered in the read loop (`DirectParser`), what is published in one turn of the event loop is
-written at its end without waking a task, and a request is one future and one timer.
+Short ways: messages are delivered as they are read, without a task's turn (`_Reading`, `DirectParser`); what is
+published in one turn of the event loop is written at its end without waking a task, and what is in no hurry waits for
+company; a request is one future and one timer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import nats.aio.client
 import nats.errors
 from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
 from nats.protocol.parser import PING_OP
 
 from talaria_common.bus._nats_parser import Direct, DirectParser
@@ -49,6 +51,8 @@ class MendedClient(Client):  # type: ignore[misc] # nats-py's types are not foll
         self._tokens = itertools.count()
         self._pending: list[bytes] = []
         self._kicked = False
+        self._late: asyncio.TimerHandle | None = None
+        """When those that wait for company go without."""
 
     # --- faults mended
 
@@ -90,8 +94,13 @@ class MendedClient(Client):  # type: ignore[misc] # nats-py's types are not foll
 
     # --- short ways
 
-    def send(self, subject: str, reply: str, payload: bytes, headers: Mapping[str, str] | None) -> bool:
-        """Queue a message that was checked; False: it is not as simple as that, use `publish`."""
+    def send(
+        self, subject: str, reply: str, payload: bytes, headers: Mapping[str, str] | None, *, within_s: float = 0.0
+    ) -> bool:
+        """Queue a message that was checked; False: it is not as simple as that, use `publish`.
+
+        `within_s`: so long it may wait for others to be written with.
+        """
         if self._status != Client.CONNECTED or self._pending_data_size > DIRECT_PENDING_BYTES:
             return False
         if len(payload) > self._max_payload:
@@ -117,7 +126,10 @@ class MendedClient(Client):  # type: ignore[misc] # nats-py's types are not foll
         self._pending_data_size += len(command) + len(payload) + 2
         self.stats["out_msgs"] += 1
         self.stats["out_bytes"] += len(payload)
-        self._kick()
+        if within_s:
+            self._kick_within(within_s)
+        else:
+            self._kick()
         return True
 
     async def ask(self, subject: str, payload: bytes, timeout_s: float, headers: Mapping[str, str] | None) -> Message:
@@ -146,6 +158,18 @@ class MendedClient(Client):  # type: ignore[misc] # nats-py's types are not foll
             raise nats.errors.NoRespondersError
         return answer
 
+    # --- reading
+
+    async def _read_loop(self) -> None:
+        """nats-py's, which gets only what `_Reading` cannot deliver on the spot."""
+        io = self._transport
+        if type(io) is TcpTransport:
+            transport = io._io_writer.transport  # noqa: SLF001 - nats-py shows its streams to nobody
+            streams = transport.get_protocol()
+            if isinstance(streams, asyncio.StreamReaderProtocol):
+                transport.set_protocol(_Reading(self._ps, io._io_reader, streams))  # noqa: SLF001 - as above
+        await super()._read_loop()
+
     async def _init_request_sub(self) -> None:
         await super()._init_request_sub()
         self.direct[self._sid] = self._answered
@@ -170,8 +194,20 @@ class MendedClient(Client):  # type: ignore[misc] # nats-py's types are not foll
             self._kicked = True
             asyncio.get_running_loop().call_soon(self._write_out)
 
+    def _kick_within(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        at = loop.time() + seconds
+        if self._kicked or (self._late is not None and self._late.when() <= at):
+            return
+        if self._late is not None:
+            self._late.cancel()
+        self._late = loop.call_at(at, self._write_out)
+
     def _write_out(self) -> None:
         self._kicked = False
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
         if not self._pending or not self.is_connected or self._transport is None:
             return  # a reconnect flushes what waits
         socket = self._transport._io_writer.transport  # noqa: SLF001 - nats-py shows its writer to nobody
@@ -184,6 +220,39 @@ class MendedClient(Client):  # type: ignore[misc] # nats-py's types are not foll
         socket.writelines(self._pending)
         self._pending = []
         self._pending_data_size = 0
+
+
+class _Reading(asyncio.Protocol):
+    """Parses what arrives as it arrives; hands to nats-py's stream reader what has to wait, and all behind it."""
+
+    def __init__(
+        self, parser: DirectParser, reader: asyncio.StreamReader, streams: asyncio.StreamReaderProtocol
+    ) -> None:
+        self._parser = parser
+        self._streams = streams
+        parser.caught_up = not reader._buffer  # type: ignore[attr-defined] # noqa: SLF001 - it has no public name
+        parser.unread = lambda: bool(reader._buffer)  # type: ignore[attr-defined] # noqa: SLF001 - as above
+
+    def data_received(self, data: bytes) -> None:
+        parser = self._parser
+        if parser.caught_up:
+            if parser.take(data):
+                return
+            parser.caught_up = False
+            data, parser.buf = bytes(parser.buf), bytearray()
+        self._streams.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._streams.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._streams.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._streams.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._streams.resume_writing()
 
 
 def _give_up(future: asyncio.Future[Message]) -> None:

@@ -128,9 +128,11 @@ class Bus(Protocol):
         """Send and forget. Raises PayloadTooLargeError above the limit, BusError when closed."""
         ...
 
-    def post(self, to: str | Message, data: bytes) -> bool:
+    def post(self, to: str | Message, data: bytes, *, within_s: float = 0.0) -> bool:
         """Publish on a subject, or answer a request, if that can be done at once; raises as `publish`.
 
+        `within_s`: it need not leave at once, but with the next message that must, or after so long: what is in no
+        hurry costs less in company. The order stays.
         False: nothing was sent; `publish` or `respond` will do it, perhaps after waiting for the socket.
         """
         ...

@@ -203,8 +203,9 @@ class MemoryBus:
         """Send and forget."""
         self._send(Message(names.check_subject(subject), data, dict(headers or {}), None))
 
-    def post(self, to: str | Message, data: bytes) -> bool:
-        """Publish or answer at once."""
+    def post(self, to: str | Message, data: bytes, *, within_s: float = 0.0) -> bool:
+        """Publish or answer at once, whatever `within_s` would allow."""
+        del within_s
         if isinstance(to, str):
             self._send(Message(names.check_subject(to), data, {}, None))
         elif to.reply is not None:

@@ -175,13 +175,13 @@ class NatsBus:
         """Send and forget."""
         await self._publish(names.check_subject(subject), data, headers)
 
-    def post(self, to: str | Message, data: bytes) -> bool:
+    def post(self, to: str | Message, data: bytes, *, within_s: float = 0.0) -> bool:
         """Publish or answer at once, if nothing has to wait."""
         subject = names.check_subject(to) if isinstance(to, str) else to.reply
         if subject is None:
             return True  # nobody waits for this answer
         self._check_room(subject, data, None)
-        return bool(self._client.send(subject, "", data, None))
+        return bool(self._client.send(subject, "", data, None, within_s=within_s))
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float, headers: Headers | None = None) -> Message:
         """Send and wait for one answer."""

@@ -11,9 +11,20 @@ import structlog
 
 from talaria_common.bus import Bus, Message
 from talaria_common.errors import TalariaError
-from talaria_common.wire import encode
+from talaria_common.wire import Event, ForwardReply, encode
 
 log = structlog.get_logger(__name__)
+
+
+EVENT_WITHIN_S = 0.02
+ACCEPTED_WITHIN_S = 0.005
+"""A first token that comes sooner brings the news of its call's acceptance along."""
+
+
+def _patience_s(message: msgspec.Struct) -> float:
+    if isinstance(message, Event):
+        return EVENT_WITHIN_S
+    return ACCEPTED_WITHIN_S if isinstance(message, ForwardReply) and message.accepted else 0.0
 
 
 class Sender:
@@ -29,8 +40,11 @@ class Sender:
         self._failing = False
 
     def put(self, to: str | Message, message: msgspec.Struct) -> None:
-        """Publish on the subject `to`, or answer the request `to`: at once if nothing waits, without a task's turn."""
-        if self._empty.is_set() and self._posted(to, message):
+        """Publish on the subject `to`, or answer the request `to`: at once if nothing waits, without a task's turn.
+
+        Events, and the news that a call was accepted, go with what is in more of a hurry, if that comes soon.
+        """
+        if self._empty.is_set() and self._posted(to, message, _patience_s(message)):
             return
         self._queue.append((to, message))
         self._empty.clear()
@@ -50,9 +64,9 @@ class Sender:
                 await self._send(to, message)
             self._empty.set()
 
-    def _posted(self, to: str | Message, message: msgspec.Struct) -> bool:
+    def _posted(self, to: str | Message, message: msgspec.Struct, within_s: float) -> bool:
         try:
-            posted = self._bus.post(to, encode(message))
+            posted = self._bus.post(to, encode(message), within_s=within_s)
         except TalariaError as e:
             self._lost(message, e)
             return True

@@ -56,6 +56,8 @@ from talaria_router.writer import SessionWriter
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.05
+EVENT_WITHIN_S = 0.02
+"""Events wait so long for something to leave with."""
 READS_AT_ONCE = 64
 CONTROL_WAIT_S = 5.0
 """Instances answer commands at once; what they start may take longer and shows in their snapshots."""
@@ -193,7 +195,7 @@ class RouterShell:
                 assert isinstance(effect.to, Message)
                 self._say(effect.to, encode(effect.reply))
             elif isinstance(effect, Emit):
-                self._say(subjects.event(effect.event.kind, self.name), encode(effect.event))
+                self._say(subjects.event(effect.event.kind, self.name), encode(effect.event), EVENT_WITHIN_S)
             elif isinstance(effect, Dirty):
                 self._writer.mark(effect.key)
             elif isinstance(effect, Load):
@@ -207,11 +209,11 @@ class RouterShell:
                 self._follow = effect.on
                 self.spawn(self._follow_snapshots())
 
-    def _say(self, to: Message | str, data: bytes) -> None:
+    def _say(self, to: Message | str, data: bytes, within_s: float = 0.0) -> None:
         """Send at once if nothing waits, else in turn. What cannot be sent is lost: asks are asked again."""
         if not self._outbox and not self._sending:
             try:
-                if self._bus.post(to, data):
+                if self._bus.post(to, data, within_s=within_s):
                     return
             except BusError as e:
                 self._unsent(to, e)
