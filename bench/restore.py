@@ -48,9 +48,10 @@ def bandwidths(device: str, tokens: int, runs: int) -> dict[str, Figure]:
 
     from talaria_gpu.hkvr.descriptor import KvDescriptor
     from talaria_gpu.hkvr.keys import block_keys
+    from talaria_gpu.hkvr.states import Found
     from talaria_gpu.hkvr.store import HostKv
-    from talaria_gpu.hkvr.streams import CopyStream
     from talaria_gpu.hkvr.transfer import DeviceKv
+    from talaria_gpu.streams import CopyThread
 
     where = torch.device(device)
     widths = (3 * 64 * 4,) * 60  # 30 layers of K and V, 3 heads of 64, float32
@@ -63,7 +64,10 @@ def bandwidths(device: str, tokens: int, runs: int) -> dict[str, Figure]:
         block_tokens=BLOCK,
         row_bytes=widths,
     )
-    segments = tuple(torch.ones((2 * tokens, width), dtype=torch.uint8, device=where) for width in widths)
+    device_buffer = torch.ones(
+        2 * tokens * sum(widths), dtype=torch.uint8, device=where
+    )  # as the engine's: layer by layer
+    segments = tuple(device_buffer.view(len(widths), 2 * tokens, widths[0]))
     kv, size = DeviceKv(spec, segments), tokens * spec.bytes_per_token
     host = torch.ones(size, dtype=torch.uint8, pin_memory=where.type == "cuda")
     there = torch.ones(size, dtype=torch.uint8, device=where)
@@ -71,7 +75,7 @@ def bandwidths(device: str, tokens: int, runs: int) -> dict[str, Figure]:
     contiguous = torch.arange(tokens)
     scattered = torch.arange(tokens).view(-1, BLOCK).mul(2).sub(torch.arange(BLOCK)).add(BLOCK).flatten()
 
-    stream = CopyStream("plain", where)
+    stream = CopyThread("plain", where)
 
     def plain() -> None:
         stream.submit(lambda: there.copy_(host), size).wait()
@@ -91,7 +95,8 @@ def bandwidths(device: str, tokens: int, runs: int) -> dict[str, Figure]:
                 store.drain()
 
             def restore(rows: Any, store: Any = store) -> None:
-                got = store.restored(store.restore(kv, store.registry.match(keys), rows, 0))
+                found = Found(tokens, tuple(store.registry.match(keys)))
+                got = store.restored(store.restore(kv, found, rows, 0))
                 if got != tokens:
                     raise RuntimeError(f"{got} of {tokens} tokens came back")
 

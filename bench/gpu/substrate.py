@@ -67,7 +67,7 @@ class Rig:
         import torch
 
         from talaria_gpu.staging.plan import Segment
-        from talaria_gpu.staging.streams import open_stream
+        from talaria_gpu.streams import open_stream
         from talaria_gpu.weights import memory
 
         self.torch = torch
@@ -115,7 +115,7 @@ class Rig:
     def stage(self, plan: Any) -> tuple[Any, float]:
         """Stage it; returns the stager, and bytes per second."""
         from talaria_gpu.staging.stager import Stager
-        from talaria_gpu.staging.streams import computed
+        from talaria_gpu.streams import computed
 
         ready = computed(self.device)
         stager = Stager("b", plan, self.h2d, buffer=self.buffer, image=self.images[1], ready=ready)

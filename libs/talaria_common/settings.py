@@ -148,8 +148,10 @@ class InstanceSettings(_Section):
         None, gt=0, description="restores take as long as at this bandwidth, 10^9 bytes/s (for a CPU as a miniature)"
     )
     emulate_kv_d2h_gbps: float | None = Field(None, gt=0, description="the same for KV on its way to the host")
-    staging: bool = Field(
-        True, description="the next model's weights are staged in idle device memory while the active one serves"
+    staging: bool | None = Field(
+        None,
+        description="the next model's weights are staged in idle device memory while the active one serves; default: "
+        "on a GPU, and on a CPU with `emulate_weight_h2d_gbps`, for there is nothing to be gained without a link",
     )
     staging_chunk_mib: int = Field(4, ge=1, description="bytes of weights that are staged at a time")
     host_weights_mib: int | None = Field(

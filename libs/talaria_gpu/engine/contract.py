@@ -151,6 +151,36 @@ class SwitchTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The same for those from host, which run beside them."""
     canary: bool = False
     """Whether the golden-token canary ran."""
+    ranks: tuple[SwitchTiming, ...] = ()
+    """With several ranks, each one's record: this is the logical switch then. See `logical_switch`."""
+
+
+def logical_switch(ranks: Sequence[SwitchTiming]) -> SwitchTiming:
+    """One record for a switch of several ranks: of each time the slowest rank's, of bytes the sum, calls as of rank 0.
+
+    Every rank's record is kept in `ranks`. One rank's is returned as it is.
+    """
+    first = ranks[0]
+    if len(ranks) == 1:
+        return first
+    slowest = max(ranks, key=lambda timing: timing.total_ms)
+    a, b, c, d, e = (max(timing.phases_ms[i] for timing in ranks) for i in range(5))
+    d2d, h2d = sum(timing.d2d_bytes for timing in ranks), sum(timing.h2d_bytes for timing in ranks)
+    path = first.path if first.path == "none" else "d2d" if not h2d else "partial" if d2d else "h2d"
+    return msgspec.structs.replace(
+        first,
+        path=path,
+        phases_ms=(a, b, c, d, e),
+        total_ms=slowest.total_ms,
+        weight_bytes=sum(timing.weight_bytes for timing in ranks),
+        d2d_bytes=d2d,
+        h2d_bytes=h2d,
+        dirty_bytes=sum(timing.dirty_bytes for timing in ranks),
+        missing_bytes=sum(timing.missing_bytes for timing in ranks),
+        d2d_ms=max(timing.d2d_ms for timing in ranks),
+        h2d_ms=max(timing.h2d_ms for timing in ranks),
+        ranks=tuple(ranks),
+    )
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

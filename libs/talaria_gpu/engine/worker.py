@@ -11,7 +11,6 @@ started it (PR_SET_PDEATHSIG), so that no long step outlives a killed parent: st
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import os
 import select
@@ -29,6 +28,7 @@ from talaria_gpu.engine.driver import SlotDriver
 from talaria_gpu.engine.holding import Holding
 from talaria_gpu.engine.ipc import Abort, Close, Command, Fatal, Open, Progress, Ready, Report, Stop, Submit
 from talaria_gpu.engine.link import Link, LinkClosedError
+from talaria_gpu.engine.processes import die_with_parent
 from talaria_gpu.sched.ablation import Ablation
 from talaria_gpu.sched.config import SlotConfig
 
@@ -36,7 +36,6 @@ CONGESTED_BYTES = 8 << 20
 """With more than this unread by the I/O process, nothing is stepped and no command is read."""
 CONGESTED_S = 30.0
 """An I/O process that has read nothing for this long meanwhile is taken for hung: `Fatal`."""
-_PR_SET_PDEATHSIG = 1
 
 
 class _TerminatedError(BaseException):
@@ -208,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--id", required=True, help="instance id")
     parser.add_argument("--fd", required=True, type=int, help="inherited end of a stream socket pair")
     args = parser.parse_args(argv)
-    _die_with_parent()
+    die_with_parent()
     link = Link(socket.socket(fileno=args.fd))
     try:
         signals = _Signals()
@@ -231,12 +230,6 @@ def _report_fatal(link: Link, message: str) -> int:
     except LinkClosedError:
         pass  # nobody is left to be told; the traceback stands in the log
     return 1
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies; elsewhere the closed socket has to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

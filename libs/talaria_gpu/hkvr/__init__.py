@@ -2,12 +2,15 @@
 
     descriptor  what a model's KV block looks like in host memory
     keys        names of blocks: identity of the model, salt of the tenant, hash of all tokens up to there
-    agreement   the prefix that all ranks have
+    agreement   what all ranks have, and what has completed on all of them
+    gloo        how the ranks' processes do that (needs torch)
     slabs       one pool of bytes for blocks of all models and families
     registry    which blocks are there, who holds them, which go first
+    states      recurrent states in the registry: each of one exact prefix
     transfer    rows on the device <-> blocks in host memory (needs torch)
-    streams     copies beside the computation, in order, with an end to wait for (needs torch)
+    moves       copies with checksums, by several threads where the CPU copies (needs torch)
     store       `HostKv`: all of it together, for one rank (needs torch)
 
-The first five import no torch. Nothing here knows SGLang; `engine.sglang` brings rows and publishes what is restored.
+All that need no torch import none; `talaria_gpu.streams` runs the copies. Nothing here knows SGLang; `engine.sglang`
+brings rows and publishes what is restored.
 """

@@ -1,8 +1,55 @@
-"""Which prefix all tensor-parallel ranks have: only that is ever restored (4.3, appendix B)."""
+"""What all tensor-parallel ranks agree on: which prefix they have, which copies are over (4.3, appendix B).
+
+Ranks run the same calls in the same order. What depends on a rank's own copies - whether one has completed, whether a
+checksum was right, what is on its host - is agreed on before anything follows from it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
+
+
+class Ranks(Protocol):
+    """The ranks of one engine. Every method is called by all of them, in the same order, and waits for the last.
+
+    Raises EngineError where a rank has gone.
+    """
+
+    rank: int
+    size: int
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Value by value the least of all ranks'; all give the same number of them."""
+        ...
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """What each rank gave, in their order."""
+        ...
+
+
+class Alone:
+    """One rank."""
+
+    rank = 0
+    size = 1
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Its own."""
+        return list(values)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Its own."""
+        return [payload]
+
+
+def agree_on(ranks: Ranks, keys: Sequence[bytes]) -> int:
+    """How many of this rank's blocks, from the first on, all ranks have."""
+    if ranks.size == 1:
+        return len(keys)
+    size = len(keys[0]) if keys else 1
+    reports = ranks.gather(b"".join(keys))
+    return agreed_blocks([[r[at : at + size] for at in range(0, len(r), size)] for r in reports])
 
 
 def agreed_blocks(reports: Sequence[Sequence[bytes]]) -> int:

@@ -13,7 +13,8 @@ class KvDescriptor:
     """The compact layout of one model on one rank. Blocks are page-first: a block's layers stand one after another.
 
     mha: segments are K and V of layer 0, K and V of layer 1, ...; mla: one latent segment per layer. Their blocks hold
-    `block_tokens` rows. recurrent: the state at one exact boundary, whole; `block_tokens` is 1 and a "row" is a state.
+    `block_tokens` rows. recurrent: a part of the state at one exact boundary, a segment per layer and state tensor;
+    `block_tokens` is 1 and a "row" is a slot.
     """
 
     model: str
@@ -27,6 +28,9 @@ class KvDescriptor:
     """A multiple of the page."""
     row_bytes: tuple[int, ...]
     """Bytes of one token's row, by segment."""
+    complete: bool = True
+    """Whether a prefix that ends with such a block can be restored. A hybrid's KV cannot without the state behind it,
+    nor can a state without its last part."""
     rank: int = 0
 
     def __post_init__(self) -> None:

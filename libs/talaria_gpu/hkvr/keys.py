@@ -42,12 +42,27 @@ class BlockKeys:
         """Keys of the full blocks in `ids[:tokens]`. `ids` must begin with what it was the last time."""
         wanted = tokens // self._block
         for index in range(len(self._keys), wanted):
-            raw = array("q", ids[index * self._block : (index + 1) * self._block])
-            if sys.byteorder == "big":
-                raw.byteswap()
-            self._last = blake2b(self._last + raw.tobytes(), digest_size=KEY_BYTES).digest()
+            self._last = self._next(self._last, ids[index * self._block : (index + 1) * self._block])
             self._keys.append(self._last)
         return self._keys[:wanted]
+
+    def exact(self, ids: Sequence[int], tokens: int) -> bytes:
+        """Key of exactly `ids[:tokens]`: of its last block, or of the shorter rest behind that.
+
+        Raises ValueError: it is shorter than a block.
+        """
+        keys = self.upto(ids, tokens)
+        if not keys:
+            raise ValueError(f"{tokens} tokens are less than a block of {self._block}")
+        rest = ids[len(keys) * self._block : tokens]
+        return self._next(keys[-1], rest) if len(rest) else keys[-1]
+
+    @staticmethod
+    def _next(before: bytes, ids: Sequence[int]) -> bytes:
+        raw = array("q", ids)
+        if sys.byteorder == "big":
+            raw.byteswap()
+        return blake2b(before + raw.tobytes(), digest_size=KEY_BYTES).digest()
 
 
 def block_keys(identity: bytes, salt: str, ids: Sequence[int], block_tokens: int) -> list[bytes]:

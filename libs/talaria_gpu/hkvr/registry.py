@@ -8,7 +8,8 @@ keep it, each for its own reason:
 
 Blocks form chains: a block's parent is the prefix before it. Leaves go first, so that what is there can be reached.
 Among them GreedyDual-Size: priority = age + chance of return x recompute cost / bytes, where the age is the priority of
-what was evicted last.
+what was evicted last. A recurrent state counts with all the tokens that are computed again without it; KV whose state
+is gone goes first.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Block:
     depth: int
     """Blocks before it."""
     cell: Cell
+    tokens: int
+    """That it holds: a hybrid's last block may hold fewer than the descriptor's; a part of a state holds none."""
     state: Literal["copying", "host", "gone"] = "copying"
     pins: int = 1
     refs: int = 0
@@ -44,8 +47,8 @@ class Block:
 
     @property
     def end_tokens(self) -> int:
-        """Length of the prefix that ends with it."""
-        return (self.depth + 1) * self.descriptor.block_tokens
+        """Length of the prefix that ends with it; meaningless for parts of states."""
+        return self.depth * self.descriptor.block_tokens + self.tokens
 
 
 @dataclass(slots=True)
@@ -121,6 +124,10 @@ class Registry:
             found.append(block)
         return found
 
+    def children(self, block: Block) -> list[Block]:
+        """What follows a block directly."""
+        return [self._blocks[key] for key in block.children]
+
     def touch(self, blocks: Iterable[Block]) -> None:
         """They were wanted: they stay longer."""
         for block in blocks:
@@ -129,8 +136,13 @@ class Registry:
 
     # --- coming
 
-    def reserve(self, descriptor: KvDescriptor, key: bytes, parent: Block | None) -> Block | None:
-        """Room for a new block, pinned once and `copying`; others are evicted for it. None: there is no room."""
+    def reserve(
+        self, descriptor: KvDescriptor, key: bytes, parent: Block | None, tokens: int | None = None
+    ) -> Block | None:
+        """Room for a new block, pinned once and `copying`; others are evicted for it. None: there is no room.
+
+        `tokens`: of a block that is not full.
+        """
         if key in self._blocks:
             raise ValueError("this block is here already")
         if parent is not None:
@@ -144,7 +156,9 @@ class Registry:
             self.counts.refused += 1
             return None
         depth = 0 if parent is None else parent.depth + 1
-        block = Block(key=key, descriptor=descriptor, parent=parent, depth=depth, cell=cell)
+        if tokens is None:
+            tokens = 0 if descriptor.family == "recurrent" else descriptor.block_tokens
+        block = Block(key=key, descriptor=descriptor, parent=parent, depth=depth, cell=cell, tokens=tokens)
         self._blocks[key] = self._by_cell[cell.offset] = block
         self._rank(block)
         return block
@@ -154,7 +168,7 @@ class Registry:
         if block.state == "copying":
             block.state, block.checksum = "host", checksum
             name = block.descriptor.model
-            self._tokens[name] = self._tokens.get(name, 0) + block.descriptor.block_tokens
+            self._tokens[name] = self._tokens.get(name, 0) + block.tokens
             self.counts.saved += 1
         self.unpin([block])
 
@@ -275,16 +289,33 @@ class Registry:
 
     def _rank(self, block: Block) -> None:
         chance = (block.hits + 1) / (block.hits + 2)  # rule of succession
-        per_byte = self._cost(block.descriptor.model) / block.descriptor.bytes_per_token
-        block.priority = self._age + chance * per_byte
+        worth = self._cost(block.descriptor.model) * self._spared_tokens(block)
+        block.priority = self._age + chance * worth / block.cell.size
         self._offer(block)
+
+    def _spared_tokens(self, block: Block) -> int:
+        """Whose recomputation the block spares: its own, a state's all back to the state before it."""
+        if block.descriptor.family != "recurrent":
+            return block.tokens
+        if block.parent is not None and block.parent.descriptor.family == "recurrent":
+            return self._spared_tokens(block.parent)
+        tokens, at = 0, block.parent
+        while at is not None and (at is block.parent or not self._ends_in_state(at)):
+            tokens, at = tokens + at.tokens, at.parent
+        return tokens
+
+    def _ends_in_state(self, block: Block) -> bool:
+        return block.descriptor.family == "recurrent" or any(
+            self._blocks[key].descriptor.family == "recurrent" for key in block.children if key in self._blocks
+        )
 
     def _offer(self, block: Block) -> None:
         """Put a leaf into the queue as it stands now; older entries of it are void."""
         self._stamp += 1
         block.stamp = self._stamp
         if self._is_leaf(block):
-            heapq.heappush(self._queue, (block.refs > 0, block.priority, block.stamp, block))
+            priority = block.priority if block.descriptor.complete else 0.0  # nothing ends here any more
+            heapq.heappush(self._queue, (block.refs > 0, priority, block.stamp, block))
             if len(self._queue) > 64 + 4 * len(self._blocks):
                 self._queue = [entry for entry in self._queue if entry[2] == entry[3].stamp]
                 heapq.heapify(self._queue)
@@ -292,7 +323,7 @@ class Registry:
     def _forget(self, block: Block) -> None:
         del self._blocks[block.key]
         if block.state == "host":
-            self._tokens[block.descriptor.model] -= block.descriptor.block_tokens
+            self._tokens[block.descriptor.model] -= block.tokens
         block.state, block.parent = "gone", None
         if not block.pins:
             self._free(block)

@@ -11,15 +11,29 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import xxhash
 
+from talaria_gpu.hkvr.agreement import Alone, Ranks
+from talaria_gpu.hkvr.moves import Batch, Moves
 from talaria_gpu.hkvr.registry import Block, Counts, Registry
-from talaria_gpu.hkvr.slabs import Cell, Move, SlabPool
-from talaria_gpu.hkvr.streams import CopyStream, Transfer
-from talaria_gpu.hkvr.transfer import DeviceKv, Piece, device_to_host, host_to_device
+from talaria_gpu.hkvr.slabs import Move, SlabPool
+from talaria_gpu.hkvr.states import Found, state_keys
+from talaria_gpu.hkvr.transfer import DeviceKv, Piece
+from talaria_gpu.streams import CopyThread, Transfer
 
 SLAB_BYTES = 8 << 20
 _EWMA = 0.3
+_UNDER_WAY, _FAILED, _COMPLETE = range(3)
+"""Of a copy, in the order in which the least of all ranks' counts."""
+
+
+class Snapshot(NamedTuple):
+    """A hybrid's recurrent state, at the exact end of the rows that are saved with it."""
+
+    parts: tuple[DeviceKv, ...]
+    end: bytes
+    """Name of the whole prefix: `BlockKeys.exact`."""
+    slot: torch.Tensor
+    """int64 [1] on the CPU."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +56,10 @@ class Restore:
     blocks: list[Block]
     tokens: int
     transfer: Transfer
+    whole: bool
+    """A hybrid's: with a state behind it, it is of use only as a whole."""
     good: list[int] = field(default_factory=list)
-    """Tokens of each piece that arrived and was found intact, in order."""
+    """Tokens of each block that arrived and was found intact, in order."""
 
 
 class Parked(NamedTuple):
@@ -78,6 +94,7 @@ class HostKv:
         d2h_gbps: emulated bandwidth; None: none.
         h2d_gbps: the same for restores.
         cost_ms_per_token: see `Registry`.
+        ranks: those that keep the same blocks, each its own share.
     """
 
     def __init__(
@@ -90,14 +107,16 @@ class HostKv:
         d2h_gbps: float | None = None,
         h2d_gbps: float | None = None,
         cost_ms_per_token: Callable[[str], float] = lambda _: 1.0,
+        ranks: Ranks = Alone(),  # noqa: B008 - has no state
     ) -> None:
+        self._ranks = ranks
         slab = min(SLAB_BYTES, max(capacity_bytes // 8, 1)) if slab_bytes is None else slab_bytes
         self._pool = torch.empty(capacity_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._bytes = self._pool.numpy()
         self.registry = Registry(SlabPool(capacity_bytes, slab), self._move, cost_ms_per_token)
         self._verify = verify
-        self._out = CopyStream("kv-d2h", device, d2h_gbps)
-        self._in = CopyStream("kv-h2d", device, h2d_gbps)
+        self._outward, self._inward = (Moves(name, self._pool, device) for name in ("kv-out", "kv-in"))
+        self._out = CopyThread("kv-d2h", device, d2h_gbps and d2h_gbps * 1e9)
+        self._in = CopyThread("kv-h2d", device, h2d_gbps and h2d_gbps * 1e9)
         self._saves: list[Save] = []
         self._reads: list[Restore] = []
         self._restore_ms: dict[str, float] = {}
@@ -105,7 +124,14 @@ class HostKv:
 
     # --- to the host
 
-    def save(self, kv: DeviceKv, keys: Sequence[bytes], rows: torch.Tensor, done: Callable[[], None]) -> int:
+    def save(
+        self,
+        kv: DeviceKv,
+        keys: Sequence[bytes],
+        rows: torch.Tensor,
+        done: Callable[[], None],
+        snapshot: Snapshot | None = None,
+    ) -> int:
         """Start copying those blocks of a prefix that are not here yet.
 
         Args:
@@ -113,45 +139,60 @@ class HostKv:
             keys: of the prefix's full blocks.
             rows: int64 [tokens] on the CPU; their device rows, which must not change until `done`.
             done: called by a later `poll`, or at once if there is nothing to copy.
+            snapshot: the state at the end of `rows`, which may then reach beyond the last full block.
 
         Returns: blocks that found no room.
         """
         size = kv.descriptor.block_tokens
-        blocks: list[Block] = []
-        pieces: list[Piece] = []
-        parent: Block | None = None
-        refused = 0
-        for index, key in enumerate(keys):
-            block = self.registry.get(key)
-            if block is None:
-                block = self.registry.reserve(kv.descriptor, key, parent)
-                if block is None:
-                    refused = len(keys) - index
-                    break
-                blocks.append(block)
-                pieces.append(Piece(block.cell, rows[index * size : (index + 1) * size]))
-            parent = block
+        chain = [(kv, key, rows[index * size : (index + 1) * size]) for index, key in enumerate(keys)]
+        if snapshot is not None:
+            if len(rows) > len(keys) * size:
+                chain.append((kv, snapshot.end, rows[len(keys) * size :]))
+            names = state_keys(snapshot.end, len(snapshot.parts))
+            chain += [(part, name, snapshot.slot) for part, name in zip(snapshot.parts, names, strict=True)]
+        blocks, batches, refused = self._reserve(kv, chain)
         if not blocks:
             done()
             return refused
         checksums: list[int] = []
 
         def run() -> None:
-            device_to_host(kv, self._pool, pieces)
-            if self._verify:
-                self._sync()
-                checksums.extend(self._checksum(piece.cell) for piece in pieces)
+            checksums.extend(self._outward.out(batches, hashed=self._verify))
 
-        nbytes = len(blocks) * kv.descriptor.block_bytes
+        nbytes = sum(batch.bytes for batch in batches)
         self._saves.append(Save(kv, blocks, self._out.submit(run, nbytes), checksums, done))
         return refused
 
+    def _reserve(
+        self, kv: DeviceKv, chain: Sequence[tuple[DeviceKv, bytes, torch.Tensor]]
+    ) -> tuple[list[Block], list[Batch], int]:
+        """Places for what of a chain (pool, key, rows) is not here; what is to be copied; how much found no room."""
+        blocks: list[Block] = []
+        batches: list[Batch] = []
+        parent: Block | None = None
+        for index, (owner, key, rows) in enumerate(chain):
+            block = self.registry.get(key)
+            if block is None:
+                block = self.registry.reserve(owner.descriptor, key, parent, len(rows) if owner is kv else None)
+                if block is None:
+                    return blocks, batches, len(chain) - index
+                blocks.append(block)
+                if not batches or batches[-1].kv is not owner:
+                    batches.append(Batch(owner, []))
+                batches[-1].pieces.append(Piece(block.cell, rows))
+            parent = block
+        return blocks, batches, 0
+
     def poll(self) -> None:
-        """Let completed copies take effect."""
-        for save in [s for s in self._saves if s.transfer.done]:
+        """Let copies take effect that have completed on all ranks."""
+        if not self._saves:
+            return
+        outcomes = self._ranks.least([_outcome(save.transfer) for save in self._saves])
+        over = [(save, outcome) for save, outcome in zip(self._saves, outcomes, strict=True) if outcome]
+        for save, outcome in over:
             self._saves.remove(save)
             self._count("d2h", save.transfer)
-            if save.transfer.error is None:
+            if outcome == _COMPLETE:
                 for index, block in enumerate(save.blocks):
                     self.registry.commit(block, save.checksums[index] if self._verify else 0)
             else:
@@ -162,9 +203,20 @@ class HostKv:
             save.done()
 
     @property
+    def slab_bytes(self) -> int:
+        """No block may be larger."""
+        return self.registry.pool.slab_bytes
+
+    @property
     def saving(self) -> int:
         """Copies to the host whose end has not taken effect."""
         return len(self._saves)
+
+    def save_oldest(self) -> None:
+        """Wait for the copy to the host that was begun first, and let it take effect."""
+        if self._saves:
+            self._saves[0].transfer.wait()
+            self.poll()
 
     def drain(self, identity: bytes | None = None) -> int:
         """The switch barrier: wait for the model's copies to the host (None: every model's); how many there were."""
@@ -176,53 +228,71 @@ class HostKv:
 
     # --- to the device
 
-    def restore(self, kv: DeviceKv, blocks: Sequence[Block], rows: torch.Tensor, have: int) -> Restore:
-        """Start copying a matched prefix to the device.
+    def restore(
+        self,
+        kv: DeviceKv,
+        found: Found,
+        rows: torch.Tensor,
+        have: int,
+        state: tuple[tuple[DeviceKv, ...], torch.Tensor] | None = None,
+    ) -> Restore:
+        """Start copying a prefix to the device.
 
         Args:
             kv: the model's.
-            blocks: as matched, from the first block of the prefix on; pinned until `restored`.
+            found: the prefix; its blocks are pinned until `restored`.
             rows: int64 on the CPU: the device rows of tokens [have, end).
             have: tokens of the prefix that the device has.
+            state: a hybrid's: the parts of its states, and the slot int64 [1] on the CPU.
         """
         size = kv.descriptor.block_tokens
-        wanted = list(blocks[have // size :])
+        missing = found.blocks[have // size :]
+        wanted = [*missing, *found.states]
         self.registry.pin(wanted)
-        pieces: list[Piece] = []
+        batch = Batch(kv, [])
         at = have
-        for block in wanted:
+        for block in missing:
             end = block.end_tokens
-            pieces.append(Piece(block.cell, rows[at - have : end - have], skip=at % size))
+            batch.pieces.append(Piece(block.cell, rows[at - have : end - have], skip=at % size))
             at = end
+        batches = [batch]
+        if state is not None:
+            parts, slot = state
+            batches += [Batch(p, [Piece(b.cell, slot)]) for p, b in zip(parts, found.states, strict=True)]
         sums = [block.checksum for block in wanted]
         good: list[int] = []
 
         def run() -> None:
-            intact = len(pieces)
-            if self._verify:
-                intact = next((i for i, p in enumerate(pieces) if self._checksum(p.cell) != sums[i]), intact)
-            host_to_device(kv, self._pool, pieces[:intact])
-            good.extend(len(p.rows) for p in pieces[:intact])
+            intact = self._inward.back(batches, sums if self._verify else None)
+            good.extend([len(piece.rows) for piece in batch.pieces][:intact])
+            good.extend([0] * (intact - len(good)))
 
-        nbytes = len(rows) * kv.descriptor.bytes_per_token
-        restore = Restore(kv, wanted, len(rows), self._in.submit(run, nbytes), good)
+        nbytes = sum(b.bytes for b in batches)
+        restore = Restore(kv, wanted, len(rows), self._in.submit(run, nbytes), state is not None, good)
         self._reads.append(restore)
         return restore
 
     def restored(self, restore: Restore) -> int:
-        """End a restore; returns how many of its tokens, from the first on, are there. Corrupt blocks are dropped."""
+        """End a restore; returns how many of its tokens, from the first on, are there. Corrupt blocks are dropped.
+
+        On all ranks as many: the least that arrived on any.
+        """
         restore.transfer.wait()
         self._reads.remove(restore)
         counts = self.registry.counts
-        arrived = len(restore.good) if restore.transfer.error is None else 0
+        failed = restore.transfer.error is not None
+        mine = len(restore.good) if not failed else 0
+        arrived, completed = self._ranks.least([mine, int(not failed)])
         self.registry.touch(restore.blocks[:arrived])
-        if restore.transfer.error is not None:
+        if not completed:
             counts.failed += 1
         elif arrived < len(restore.blocks):
             counts.corrupt += 1
             self.registry.drop(restore.blocks[arrived])
         self.registry.unpin(restore.blocks)
         self._count("h2d", restore.transfer)
+        if restore.whole and arrived < len(restore.blocks):
+            return 0
         tokens = sum(restore.good[:arrived])
         if tokens:
             name, took = restore.kv.descriptor.model, restore.transfer.ms / restore.tokens
@@ -249,10 +319,7 @@ class HostKv:
         checksums: list[int] = []
 
         def run() -> None:
-            device_to_host(kv, self._pool, pieces)
-            if self._verify:
-                self._sync()
-                checksums.extend(self._checksum(cell) for cell in cells)
+            checksums.extend(self._outward.out([Batch(kv, list(pieces))], hashed=self._verify))
 
         transfer = self._out.submit(run, len(rows) * kv.descriptor.bytes_per_token)
         transfer.wait()
@@ -263,22 +330,15 @@ class HostKv:
         return Parked(kv, pieces, tuple(checksums))
 
     def unpark(self, parked: Parked) -> bool:
-        """Copy the rows back to where they were, and wait; False: they were damaged meanwhile, and nothing is there.
+        """Copy the rows back to where they were, and wait; False: they were damaged meanwhile, and hold anything.
 
         Either way the room is given back.
         """
         intact: list[bool] = []
 
         def run() -> None:
-            intact.append(
-                not self._verify
-                or all(
-                    self._checksum(piece.cell) == checksum
-                    for piece, checksum in zip(parked.pieces, parked.checksums, strict=True)
-                )
-            )
-            if intact[0]:
-                host_to_device(parked.kv, self._pool, parked.pieces)
+            sums = parked.checksums if self._verify else None
+            intact.append(self._inward.back([Batch(parked.kv, list(parked.pieces))], sums) == len(parked.pieces))
 
         rows = sum(len(piece.rows) for piece in parked.pieces)
         transfer = self._in.submit(run, rows * parked.kv.descriptor.bytes_per_token)
@@ -287,8 +347,9 @@ class HostKv:
         self.forget(parked)
         if transfer.error is not None:
             raise transfer.error
-        self.registry.counts.corrupt += not intact[0]
-        return intact[0]
+        whole = bool(self._ranks.least([int(intact[0])])[0])
+        self.registry.counts.corrupt += not whole
+        return whole
 
     def forget(self, parked: Parked) -> None:
         """Give the room of parked rows back."""
@@ -325,8 +386,9 @@ class HostKv:
         """Finish what is under way, end the threads, and give the memory back."""
         self._out.close()
         self._in.close()
+        for moves in (self._outward, self._inward):
+            moves.close()
         self._pool = torch.empty(0, dtype=torch.uint8)
-        self._bytes = self._pool.numpy()
 
     # --- inside
 
@@ -336,15 +398,13 @@ class HostKv:
             self._pool[source.offset : source.offset + source.size]
         )
 
-    def _checksum(self, cell: Cell) -> int:
-        return int(xxhash.xxh3_64_intdigest(self._bytes[cell.offset : cell.offset + cell.size]))
-
-    def _sync(self) -> None:
-        """On the copy thread: the bytes are there (its stream is the current one)."""
-        if self._pool.is_pinned():
-            torch.cuda.current_stream().synchronize()
-
     def _count(self, direction: str, transfer: Transfer) -> None:
         total = self._totals[direction]
         total[0] += transfer.bytes
         total[1] += transfer.ms
+
+
+def _outcome(transfer: Transfer) -> int:
+    if not transfer.done:
+        return _UNDER_WAY
+    return _COMPLETE if transfer.error is None else _FAILED

@@ -1,19 +1,33 @@
 """Rows on the device <-> blocks in host memory: layer-first there, page-first here (appendix C).
 
-With torch's own copies, which run on every device. Where rows follow each other and so do cells, a whole run of blocks
-is one strided copy per segment, straight from one memory to the other; scattered rows are gathered on the device first.
+Layers that lie at equal distances are moved together: between two memories that the CPU can address, a whole stretch of
+blocks is one strided copy. Over a link, blocks are put together on the device first, so that what crosses it is
+contiguous on both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from talaria_gpu.hkvr.descriptor import KvDescriptor
 from talaria_gpu.hkvr.slabs import Cell
+
+SCRATCH_BYTES = 32 << 20
+"""Of blocks that are put together, or taken apart, on the device at a time."""
+
+
+class Stack(NamedTuple):
+    """Neighbouring segments that can be moved in one copy."""
+
+    start: int
+    """First byte of their fragments in a block."""
+    rows: torch.Tensor
+    """uint8 [segments, rows, row bytes], over the model's own tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +37,10 @@ class DeviceKv:
     descriptor: KvDescriptor
     segments: tuple[torch.Tensor, ...]
     """uint8 [rows, row bytes] each, over the model's own KV tensors; addresses never change."""
+    stacks: tuple[Stack, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stacks", tuple(_stacks(self.descriptor, self.segments)))
 
 
 class Piece(NamedTuple):
@@ -35,98 +53,206 @@ class Piece(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Pieces that can be copied together: whole blocks in adjacent cells, or one piece."""
+    """Pieces that are copied together: whole blocks in adjacent cells, or a part of one."""
 
     offset: int
     blocks: int
     skip: int
-    tokens: int
-    rows: torch.Tensor
-    first_row: int
-    """Of rows that follow each other; -1: they do not."""
+    rows: np.ndarray[Any, Any]
+    """int64 [blocks x tokens per block]."""
+
+    @property
+    def tokens(self) -> int:
+        """Of each block."""
+        return len(self.rows) // self.blocks
 
 
-def device_to_host(kv: DeviceKv, pool: torch.Tensor, pieces: Sequence[Piece]) -> int:
-    """Copy rows into cells; returns bytes. Whether it has completed is the stream's business."""
+def device_to_host(kv: DeviceKv, pool: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    """Copy rows into cells of `pool`. On CUDA whether it has completed is the current stream's business."""
+    local = kv.segments[0].device.type == "cpu"
     for run in _runs(kv.descriptor, pieces):
-        for (at, width), rows in zip(kv.descriptor.fragments(), kv.segments, strict=True):
-            target = _fragment(pool, kv.descriptor, run, at, width)
-            if run.first_row >= 0:
-                target.copy_(rows[run.first_row : run.first_row + run.tokens].view(target.shape), non_blocking=True)
-            else:
-                gathered = rows.index_select(0, run.rows.to(rows.device, non_blocking=True))
-                target.copy_(gathered.view(target.shape), non_blocking=True)
-    return _bytes(kv, pieces)
+        if local:
+            for stack in kv.stacks:
+                _gather(stack, run, _fragments(pool, kv.descriptor, run, stack))
+        else:
+            _download(kv, run, pool)
 
 
-def host_to_device(kv: DeviceKv, pool: torch.Tensor, pieces: Sequence[Piece]) -> int:
-    """Copy cells into rows; returns bytes."""
+def host_to_device(kv: DeviceKv, pool: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    """Copy cells of `pool` into rows."""
+    local = kv.segments[0].device.type == "cpu"
     for run in _runs(kv.descriptor, pieces):
-        for (at, width), rows in zip(kv.descriptor.fragments(), kv.segments, strict=True):
-            source = _fragment(pool, kv.descriptor, run, at, width)
-            if run.first_row >= 0:
-                rows[run.first_row : run.first_row + run.tokens].view(source.shape).copy_(source, non_blocking=True)
-            else:
-                moved = source.reshape(run.tokens, width).to(rows.device, non_blocking=True)
-                into, moved = _wide(rows, moved)
-                into.index_copy_(0, run.rows.to(rows.device, non_blocking=True), moved)
-    return _bytes(kv, pieces)
+        if local:
+            for stack in kv.stacks:
+                _scatter(stack, run, _fragments(pool, kv.descriptor, run, stack))
+        else:
+            _upload(kv, run, pool)
+
+
+def _fragments(blocks: torch.Tensor, descriptor: KvDescriptor, run: _Run, stack: Stack) -> torch.Tensor:
+    """A stack's bytes of a run, [segments, blocks, tokens, row bytes], within `blocks`, uint8 [bytes]."""
+    count, _, width = stack.rows.shape
+    strides = (descriptor.block_tokens * width, descriptor.block_bytes, width, 1)
+    start = blocks.storage_offset() + run.offset + stack.start + run.skip * width
+    return blocks.as_strided((count, run.blocks, run.tokens, width), strides, start)
+
+
+# --- between two memories of the CPU: numpy copies whole inner stretches, and lets other threads run meanwhile
+
+
+def _gather(stack: Stack, run: _Run, there: torch.Tensor) -> None:
+    units, picked = _units(stack, run)
+    if picked is None:
+        np.copyto(_array(there), _array(units.view(there.shape)))
+    else:
+        _array(there.view(len(units), *picked.shape, -1))[...] = _array(units)[:, picked]
+
+
+def _scatter(stack: Stack, run: _Run, there: torch.Tensor) -> None:
+    units, picked = _units(stack, run)
+    if picked is None:
+        np.copyto(_array(units.view(there.shape)), _array(there))
+    else:
+        _array(units)[:, picked] = _array(there.view(len(units), *picked.shape, -1))
+
+
+class _Bytes:
+    """Memory as numpy asks for it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.__array_interface__ = {
+            "data": (memory.data_ptr(), False),
+            "shape": tuple(memory.shape),
+            "strides": memory.stride(),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _array(memory: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The same bytes. `Tensor.numpy` would make the storage one that cannot be given back while views of it live."""
+    return np.asarray(_Bytes(memory))
+
+
+def _units(stack: Stack, run: _Run) -> tuple[torch.Tensor, np.ndarray[Any, Any] | None]:
+    """The stack cut into stretches of rows that stay together, and which of them each block has.
+
+    None: the run's rows follow each other, and the first of the two is just these.
+    """
+    rows, first, size = run.rows, int(run.rows[0]), run.tokens
+    total = stack.rows.shape[1]
+    if int(rows[-1]) - first == len(rows) - 1 and bool((rows[1:] == rows[:-1] + 1).all()):
+        if first + len(rows) > total:
+            raise IndexError(f"rows up to {first + len(rows) - 1} of {total}")
+        return stack.rows[:, first : first + len(rows)], None
+    table = rows.reshape(run.blocks, size)
+    if total % size == 0 and not (table[:, 0] % size).any() and (table == table[:, :1] + np.arange(size)).all():
+        return stack.rows.view(len(stack.rows), total // size, -1), table[:, :1] // size
+    return stack.rows, table
+
+
+# --- over a link: blocks are put together on the device
+
+
+def _download(kv: DeviceKv, run: _Run, pool: torch.Tensor) -> None:
+    for part, scratch in _slices(kv, run):
+        rows = torch.from_numpy(part.rows).to(scratch.device, non_blocking=True)
+        for stack in kv.stacks:
+            here = _fragments(scratch, kv.descriptor, part._replace(offset=0), stack)
+            here.copy_(stack.rows.index_select(1, rows).view(here.shape))
+        for source, target in _stretches(kv, part, scratch, pool):
+            target.copy_(source, non_blocking=True)
+
+
+def _upload(kv: DeviceKv, run: _Run, pool: torch.Tensor) -> None:
+    for part, scratch in _slices(kv, run):
+        for target, source in _stretches(kv, part, scratch, pool):
+            target.copy_(source, non_blocking=True)
+        rows = torch.from_numpy(part.rows).to(scratch.device, non_blocking=True)
+        for stack in kv.stacks:
+            here = _fragments(scratch, kv.descriptor, part._replace(offset=0), stack)
+            into, moved = _wide(stack.rows, here.reshape(len(stack.rows), len(rows), -1))
+            into.index_copy_(1, rows, moved)
+
+
+def _slices(kv: DeviceKv, run: _Run) -> Iterator[tuple[_Run, torch.Tensor]]:
+    """The run in stretches of so many blocks as fit the scratch memory, with that, uint8 [bytes]."""
+    size, tokens = kv.descriptor.block_bytes, run.tokens
+    most = max(1, SCRATCH_BYTES // size)
+    for at in range(0, run.blocks, most):
+        blocks = min(most, run.blocks - at)
+        rows = run.rows[at * tokens : (at + blocks) * tokens]
+        scratch = torch.empty(blocks * size, dtype=torch.uint8, device=kv.segments[0].device)
+        yield run._replace(offset=run.offset + at * size, blocks=blocks, rows=rows), scratch
+
+
+def _stretches(
+    kv: DeviceKv, part: _Run, scratch: torch.Tensor, pool: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What of the scratch goes where in the pool, contiguous on both sides: whole blocks at once, else each segment."""
+    if part.tokens == kv.descriptor.block_tokens:
+        yield scratch, pool[part.offset : part.offset + scratch.numel()]
+        return
+    for at, width in kv.descriptor.fragments():
+        start, length = at + part.skip * width, part.tokens * width
+        yield scratch[start : start + length], pool[part.offset + start : part.offset + start + length]
 
 
 def _wide(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The same rows as 8-byte words where all are made of such: torch scatters element by element."""
-    aligned = all(rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0 for rows in both)
-    return tuple(rows.view(torch.int64) for rows in both) if aligned else both
+    numbers = [(t.shape[-1], t.storage_offset(), *t.stride()[:-1]) for t in both]
+    aligned = not any(n % 8 for each in numbers for n in each)
+    return tuple(t.view(torch.int64) for t in both) if aligned else both
 
 
-def _bytes(kv: DeviceKv, pieces: Sequence[Piece]) -> int:
-    return sum(len(p.rows) for p in pieces) * kv.descriptor.bytes_per_token
+# --- what is moved together
 
 
-def _fragment(pool: torch.Tensor, descriptor: KvDescriptor, run: _Run, at: int, width: int) -> torch.Tensor:
-    """A segment's bytes of a run, [blocks, bytes]."""
-    size = descriptor.block_bytes
-    start = at + run.skip * width
-    length = run.tokens // run.blocks * width
-    return pool[run.offset : run.offset + run.blocks * size].view(run.blocks, size)[:, start : start + length]
+def _stacks(descriptor: KvDescriptor, segments: Sequence[torch.Tensor]) -> Iterator[Stack]:
+    """Neighbouring segments of one shape, at equal distances in one storage."""
+    starts = [at for at, _ in descriptor.fragments()]
+    first = 0
+    for index in range(1, len(segments) + 1):
+        if index < len(segments) and _continues(segments[first : index + 1]):
+            continue
+        group = segments[first:index]
+        distance = group[1].data_ptr() - group[0].data_ptr() if len(group) > 1 else group[0].numel()
+        stacked = group[0].as_strided((len(group), *group[0].shape), (distance, *group[0].stride()))
+        yield Stack(starts[first], stacked)
+        first = index
+
+
+def _continues(group: Sequence[torch.Tensor]) -> bool:
+    a, b, last = group[0], group[1], group[-1]
+    distance = b.data_ptr() - a.data_ptr()
+    return bool(
+        distance > 0
+        and last.shape == a.shape
+        and last.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
+        and last.data_ptr() - a.data_ptr() == distance * (len(group) - 1)
+    )
 
 
 def _runs(descriptor: KvDescriptor, pieces: Sequence[Piece]) -> list[_Run]:
-    """Group pieces: neighbours in order, all whole, in adjacent cells, with rows of one kind."""
+    """Group pieces: neighbours in order, all whole, in adjacent cells; each other one by itself."""
+    size = descriptor.block_bytes
     runs: list[_Run] = []
     group: list[Piece] = []
     for piece in pieces:
-        if group and not _joins(descriptor, group[-1], piece):
+        whole = len(piece.rows) == descriptor.block_tokens
+        if group and not (whole and piece.cell.offset == group[-1].cell.offset + size):
             runs.append(_run(group))
             group = []
-        group.append(piece)
+        if whole:
+            group.append(piece)
+        elif len(piece.rows):
+            runs.append(_run([piece]))
     if group:
         runs.append(_run(group))
     return runs
 
 
-def _joins(descriptor: KvDescriptor, before: Piece, piece: Piece) -> bool:
-    full = descriptor.block_tokens
-    if len(before.rows) != full or len(piece.rows) != full:
-        return False
-    if before.cell.offset + before.cell.size != piece.cell.offset:
-        return False
-    return bool(piece.rows[0] == before.rows[-1] + 1) == _is_range(before.rows) == _is_range(piece.rows)
-
-
-def _is_range(rows: torch.Tensor) -> bool:
-    first, last = int(rows[0]), int(rows[-1])
-    return last - first == len(rows) - 1 and bool((rows[1:] == rows[:-1] + 1).all())
-
-
-def _run(group: list[Piece]) -> _Run:
-    rows = torch.cat([p.rows for p in group]) if len(group) > 1 else group[0].rows
+def _run(group: Sequence[Piece]) -> _Run:
     first = group[0]
-    return _Run(
-        offset=first.cell.offset,
-        blocks=len(group),
-        skip=first.skip,
-        tokens=len(rows),
-        rows=rows,
-        first_row=int(rows[0]) if _is_range(rows) else -1,
-    )
+    rows = first.rows if len(group) == 1 else torch.cat([piece.rows for piece in group])
+    return _Run(first.cell.offset, len(group), first.skip, rows.numpy())

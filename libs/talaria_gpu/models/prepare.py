@@ -40,6 +40,18 @@ RECIPES = {
         "tiny-mla-random-v1",
         "A small DeepSeek-V2 (MLA) with RANDOM weights: it answers noise. For tests of the machinery, not people.",
     ),
+    "tiny-hybrid": _Recipe(
+        "talaria_gpu.models.tiny_hybrid",
+        "tiny-hybrid-random-v1",
+        "A small Qwen3-Next (gated delta nets, attention, experts) with RANDOM weights: it answers noise. For tests of "
+        "the machinery, not people.",
+    ),
+    "tiny-hybrid-dense": _Recipe(
+        "talaria_gpu.models.tiny_hybrid_dense",
+        "tiny-hybrid-dense-random-v1",
+        "A small Qwen3.5 (gated delta nets, attention) with RANDOM weights: it answers noise. For tests of the "
+        "machinery, not people.",
+    ),
 }
 """By `source` in the settings."""
 

@@ -8,7 +8,10 @@ norms before the head, logits have a deviation of about 2.3 and their two best d
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,11 +35,27 @@ COMMON: dict[str, Any] = {
 }
 
 
-def save_random(model_class: Any, config: Any, seed: int, directory: Path) -> None:
-    """A `model_class(config)` with the weights of `seed`, and the tokenizer, as files of `directory`."""
+def save_random(
+    model_class: Any,
+    config: Any,
+    seed: int,
+    directory: Path,
+    *,
+    vary: Callable[[Any], None] = lambda _: None,
+    config_extra: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """A `model_class(config)` with the weights of `seed`, and the tokenizer, as files of `directory`.
+
+    `vary` changes the new model's weights in place, with the same seed; `config_extra` is added to config.json.
+    """
     logging.disable_progress_bar()  # the caller reports progress, in one line
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = model_class(config).to(torch.float32)
+        vary(model)
     model.save_pretrained(directory)
+    if config_extra:
+        file = directory / "config.json"
+        written = json.loads(file.read_text(encoding="utf-8")) | dict(config_extra)
+        file.write_text(json.dumps(written, indent=2), encoding="utf-8")
     save_tokenizer(directory)

@@ -2,9 +2,8 @@
 
     plan      where chunks go, and the order of a switch's copies: pure
     chunks    the bitmap of one staging: pure
-    streams   copies in order with completion events: threads on CPU, CUDA streams on a GPU
     stager    writes chunks while calls run, gives pages back when they need them
     gather    carries a switch's plan out on two streams
 
-`plan` and `chunks` import without torch. Nothing here knows SGLang.
+`plan` and `chunks` import without torch; `talaria_gpu.streams` runs the copies. Nothing here knows SGLang.
 """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from talaria_gpu.staging.plan import SwitchPlan
-from talaria_gpu.staging.streams import Event, Stream
+from talaria_gpu.streams import Event, Stream
 
 
 class GatherTimes(NamedTuple):
@@ -56,7 +56,7 @@ def _all_over(events: list[Event], started: float) -> float:
     failure: Exception | None = None
     for event in reversed(events):
         try:
-            event.wait()
+            event.result()
         except Exception as e:  # noqa: BLE001 - raised below, when all are over
             failure = e
     if failure is not None:

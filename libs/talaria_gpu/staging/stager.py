@@ -16,7 +16,7 @@ import torch
 from talaria_common.errors import EngineError
 from talaria_gpu.staging.chunks import ChunkMap, State
 from talaria_gpu.staging.plan import StagePlan, SwitchPlan
-from talaria_gpu.staging.streams import Event, Stream
+from talaria_gpu.streams import Event, Stream
 
 DEPTH = 2
 """Chunks in flight: the link does not idle between two of them."""
@@ -111,7 +111,7 @@ class Stager:
     def _land(self, index: int, event: Event) -> None:
         failure: str | None = None
         try:
-            event.wait()
+            event.result()
         except EngineError as e:
             failure = str(e)
         with self._changed:

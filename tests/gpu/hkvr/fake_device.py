@@ -8,12 +8,13 @@ import torch
 
 from talaria_gpu.hkvr.descriptor import KvDescriptor
 from talaria_gpu.hkvr.keys import block_keys, identity_of
+from talaria_gpu.hkvr.states import Found
 from talaria_gpu.hkvr.transfer import DeviceKv
 
 NAN = 0xFF
 
 
-def descriptor(name, family="mha", rows=(8, 8, 8, 8), block=4, page=2):
+def descriptor(name, family="mha", rows=(8, 8, 8, 8), block=4, page=2, *, complete=True):
     return KvDescriptor(
         model=name,
         identity=identity_of({"name": name}),
@@ -22,7 +23,13 @@ def descriptor(name, family="mha", rows=(8, 8, 8, 8), block=4, page=2):
         page_tokens=page,
         block_tokens=block,
         row_bytes=rows,
+        complete=complete,
     )
+
+
+def found(blocks) -> Found:
+    """A prefix of full blocks."""
+    return Found(sum(block.tokens for block in blocks), tuple(blocks))
 
 
 class FakeDevice:
@@ -70,3 +77,51 @@ class FakeDevice:
         """Rows hold tokens [start, start + len(rows)) of `ids`, exactly."""
         for index, segment in enumerate(self.kv.segments):
             assert torch.equal(segment[rows], self.truth(ids, index)[start : start + len(rows)])
+
+
+class FakeStates:
+    """A hybrid's recurrent states in slots: a state is a function of the whole prefix. In two parts of two layers."""
+
+    def __init__(self, kv: KvDescriptor, slots: int = 32) -> None:
+        self.parts = tuple(
+            DeviceKv(
+                KvDescriptor(
+                    model=kv.model,
+                    identity=kv.identity,
+                    family="recurrent",
+                    dtype="float32",
+                    page_tokens=1,
+                    block_tokens=1,
+                    row_bytes=(40, 24),
+                    complete=part == 1,
+                ),
+                tuple(torch.full((slots, width), NAN, dtype=torch.uint8) for width in (40, 24)),
+            )
+            for part in range(2)
+        )
+        self.free = list(range(1, slots))
+        self.bytes = 2 * 64
+
+    def take(self) -> torch.Tensor:
+        return torch.tensor([self.free.pop(0)], dtype=torch.int64)
+
+    def give(self, slot: torch.Tensor) -> None:
+        for part in self.parts:
+            for segment in part.segments:
+                segment[slot] = NAN
+        self.free.append(int(slot))
+
+    def truth(self, ids, part: int, layer: int) -> torch.Tensor:
+        text = f"{self.parts[part].descriptor.model}/{part}/{layer}/{list(ids)}".encode()
+        width = self.parts[part].descriptor.row_bytes[layer]
+        return torch.frombuffer(bytearray(blake2b(text, digest_size=width).digest()), dtype=torch.uint8)
+
+    def compute(self, ids, slot: torch.Tensor) -> None:
+        for p, part in enumerate(self.parts):
+            for layer, segment in enumerate(part.segments):
+                segment[slot] = self.truth(ids, p, layer)
+
+    def assert_holds(self, ids, slot: torch.Tensor) -> None:
+        for p, part in enumerate(self.parts):
+            for layer, segment in enumerate(part.segments):
+                assert torch.equal(segment[slot][0], self.truth(ids, p, layer))

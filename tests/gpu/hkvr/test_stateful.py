@@ -9,10 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from talaria_gpu.hkvr.store import HostKv
-from tests.gpu.hkvr.fake_device import FakeDevice, descriptor
+from talaria_gpu.hkvr.keys import BlockKeys
+from talaria_gpu.hkvr.states import find
+from talaria_gpu.hkvr.store import HostKv, Snapshot
+from tests.gpu.hkvr.fake_device import FakeDevice, FakeStates, descriptor, found
 
 SPECS = (descriptor("mha"), descriptor("mla", "mla", (12, 12, 12)), descriptor("wide", rows=(16, 48)))
+HYBRID = descriptor("hybrid", complete=False)
 CAPACITY = 2400
 models = st.sampled_from(range(len(SPECS)))
 prefixes = st.tuples(st.integers(0, 2), st.integers(1, 24), st.sampled_from(["", "t"]))
@@ -31,6 +34,46 @@ class Life(RuleBasedStateMachine):
         self.saves, self.reads, self.parked, self.referred = {}, [], [], []
         self.corrupted: set[bytes] = set()
         self.gate: threading.Event | None = None
+        self.hybrid, self.states = FakeDevice(HYBRID, 256), FakeStates(HYBRID, 64)
+
+    @rule(prefix=prefixes)
+    def save_state(self, prefix):
+        root, length, salt = prefix
+        if len(self.hybrid.free) < length or length < 4:
+            return
+        ids, rows, slot = ids_of(root, length), self.hybrid.take(length), self.states.take()
+        self.hybrid.compute(ids, rows)
+        self.states.compute(ids, slot)
+        entry = object()
+        self.saves[entry] = self.hybrid
+
+        def done():
+            del self.saves[entry]
+            self.hybrid.give(rows)
+            self.states.give(slot)
+
+        keys = BlockKeys(HYBRID.identity, salt, 4)
+        snapshot = Snapshot(self.states.parts, keys.exact(ids, length), slot)
+        self.store.save(self.hybrid.kv, keys.upto(ids, length), rows, done, snapshot)
+
+    @rule(prefix=prefixes, have=st.integers(0, 6))
+    def restore_state(self, prefix, have):
+        root, length, salt = prefix
+        ids, keys = ids_of(root, length), BlockKeys(HYBRID.identity, salt, 4)
+        what = find(self.store.registry, keys, ids, length, kv=HYBRID, parts=2)
+        have *= 2
+        if what.tokens <= have or len(self.hybrid.free) < what.tokens or self.gate is not None:
+            return
+        rows, slot = self.hybrid.take(what.tokens - have), self.states.take()
+        got = self.store.restored(self.store.restore(self.hybrid.kv, what, rows, have, (self.states.parts, slot)))
+        if got:
+            assert got == len(rows)
+            self.hybrid.assert_holds(ids, rows, have)
+            self.states.assert_holds(ids[: what.tokens], slot)
+        else:
+            assert self.corrupted
+        self.hybrid.give(rows)
+        self.states.give(slot)
 
     @rule(m=models, prefix=prefixes, scattered=st.integers(0, 1))
     def save(self, m, prefix, scattered):
@@ -63,7 +106,7 @@ class Life(RuleBasedStateMachine):
         if end <= have or len(device.free) < 2 * (end - have):
             return
         rows = device.take(end - have, scattered)
-        self.reads.append((self.store.restore(device.kv, blocks, rows, have), device, ids, rows, have))
+        self.reads.append((self.store.restore(device.kv, found(blocks), rows, have), device, ids, rows, have))
 
     @rule(pick=st.integers(0, 9))
     def restored(self, pick):
@@ -172,12 +215,13 @@ class Life(RuleBasedStateMachine):
         assert not self.saves
         for blocks in self.referred:
             self.store.registry.unrefer(blocks)
-        for spec in SPECS:
+        for spec in (*SPECS, HYBRID):
             self.store.registry.drop_model(spec.identity)
         assert self.store.check_idle() == ""
         assert self.store.stats().taken_bytes == 0
         for device in self.devices:
             assert len(device.free) == 256
+        assert (len(self.hybrid.free), len(self.states.free)) == (256, 63)
         self.store.close()
 
 

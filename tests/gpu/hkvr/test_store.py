@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from talaria_gpu.hkvr.store import HostKv
-from tests.gpu.hkvr.fake_device import FakeDevice, descriptor
+from tests.gpu.hkvr.fake_device import FakeDevice, descriptor, found
 
 CPU = torch.device("cpu")
 MHA, MLA = descriptor("mha"), descriptor("mla", "mla", (12, 12, 12))
@@ -42,7 +42,7 @@ def restored(store, device, ids, have=0, scattered=0):
     blocks = store.registry.match(device.keys(ids))
     end = len(blocks) * device.kv.descriptor.block_tokens
     rows = device.take(end - have, scattered)
-    got = store.restored(store.restore(device.kv, blocks, rows, have))
+    got = store.restored(store.restore(device.kv, found(blocks), rows, have))
     return rows, got
 
 
@@ -161,7 +161,7 @@ def test_dropped_while_being_restored(make):
     saved(store, device, ids)
     go = gate(store._in)
     rows = device.take(8)
-    restore = store.restore(device.kv, store.registry.match(device.keys(ids)), rows, 0)
+    restore = store.restore(device.kv, found(store.registry.match(device.keys(ids))), rows, 0)
     store.registry.drop_model(MHA.identity)
     assert store.stats().taken_bytes == 2 * MHA.block_bytes
     go.set()

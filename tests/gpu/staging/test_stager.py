@@ -14,7 +14,7 @@ from talaria_gpu.staging.chunks import State
 from talaria_gpu.staging.gather import gather
 from talaria_gpu.staging.plan import Segment, StagePlan, stage_plan, switch_plan
 from talaria_gpu.staging.stager import Stager
-from talaria_gpu.staging.streams import HostStream
+from talaria_gpu.streams import CopyThread
 
 CPU = torch.device("cpu")
 PAGES, PAGE, SEGMENTS, WEIGHTS, GAP = 64, 512, 4, 20_000, 9_000
@@ -39,7 +39,7 @@ def started(*args, **options) -> Stager:
 
 @pytest.fixture
 def streams():
-    made = HostStream("d2d"), HostStream("h2d")
+    made = CopyThread("d2d", CPU), CopyThread("h2d", CPU)
     yield made
     for stream in made:
         stream.close()
@@ -82,7 +82,7 @@ def test_pages_taken_back_while_chunks_are_written(streams, seed):
     """Calls write the pages they take at once: a chunk still in flight there would be seen in them."""
     random = Random(seed)
     buffer, image = random_bytes(SIZE, 0), random_bytes(110_000, seed)
-    slow = HostStream("slow", bytes_per_s=5e6)
+    slow = CopyThread("slow", CPU, bytes_per_s=5e6)
     stage = plan_for(110_000)
     stager = started("b", stage, slow, buffer=buffer, image=image)
     pages = list(stage.pages)
@@ -106,12 +106,12 @@ def test_pages_taken_back_while_chunks_are_written(streams, seed):
     slow.close()
 
 
-class GatedStream(HostStream):
+class GatedStream(CopyThread):
     """Copies only when let."""
 
     def __init__(self) -> None:
         self.gate, self.begun = threading.Semaphore(0), threading.Semaphore(0)
-        super().__init__("gated")
+        super().__init__("gated", CPU)
 
     def move(self, target, source) -> None:
         self.begun.release()
@@ -158,10 +158,10 @@ def test_taking_pages_back_waits_for_the_chunk_in_flight_and_no_other():
     stream.close()
 
 
-class FailingStream(HostStream):
+class FailingStream(CopyThread):
     def __init__(self, good: int) -> None:
         self.good = good
-        super().__init__("failing")
+        super().__init__("failing", CPU)
 
     def move(self, target, source) -> None:
         self.good -= 1
@@ -192,10 +192,10 @@ def test_a_gather_that_fails_says_so_when_nothing_is_in_flight_any_more(streams)
 
 
 def test_an_emulated_bandwidth_is_kept():
-    stream = HostStream("emulated", bytes_per_s=20e6)
+    stream = CopyThread("emulated", CPU, bytes_per_s=20e6)
     a, b = random_bytes(1 << 20, 0), random_bytes(1 << 20, 1)
     started = time.perf_counter()
-    stream.copy(a, b).wait()
+    stream.copy(a, b).result()
     assert time.perf_counter() - started >= (1 << 20) / 20e6
     assert torch.equal(a, b)
     stream.close()

@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from talaria_common.errors import EngineError
 from talaria_gpu.engine.contract import EngineCall, Sampling
 from talaria_gpu.engine.sglang.opening import OpenModel
 from talaria_gpu.engine.sglang.scheduler import SlotScheduler
+from talaria_gpu.engine.sglang.tree import evict_all
 
 PROMPT_TOKENS = 24
 TOKENS = 6
+STATES = 4
+"""Recurrent states that a call needs at most, where a model has such."""
 _RID = "f" * 16
 """As long as all of the engine's rids are, and none of them."""
 
@@ -46,15 +48,18 @@ def first_tokens(model: OpenModel) -> tuple[int, ...]:
         else:
             scheduler.drop(request)
             raise EngineError(f"{model.info.name}: the canary's prompt does not come to an end")
-        tree = scheduler.tree_cache
-        tree.evict(EvictParams(num_tokens=tree.evictable_size()))
+        evict_all(scheduler.tree_cache)
     return tuple(request.output_ids)
 
 
 def has_room(model: OpenModel) -> bool:
     """Whether the canary can run: calls that are suspended keep their rows, and may keep all of them."""
     rows, kv = model.scheduler.req_to_token_pool, model.scheduler.token_to_kv_pool_allocator
-    return bool(rows.available_size() and kv.available_size() > PROMPT_TOKENS + TOKENS + 2 * kv.page_size)
+    slots = model.scheduler.state_slots
+    states = STATES if slots is None else slots.available_size()
+    return bool(
+        rows.available_size() and kv.available_size() > PROMPT_TOKENS + TOKENS + 2 * kv.page_size and states >= STATES
+    )
 
 
 @contextmanager

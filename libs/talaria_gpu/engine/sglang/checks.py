@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from talaria_common.errors import EngineError
-from talaria_gpu.engine.sglang.layout import Region, kv_layers, tensors_of
+from talaria_gpu.engine.sglang.layout import Region, kv_layers, state_tensors, tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from talaria_gpu.engine.sglang.scheduler import SlotScheduler
 
 
-def check_built(name: str, scheduler: SlotScheduler, kv_tokens: int, page_size: int) -> None:
+def check_built(name: str, scheduler: SlotScheduler, kv_tokens: int, page_size: int, max_running: int) -> None:
     """The scheduler came out as asked. Raises EngineError with what differs."""
     found = {
         "KV tokens": (scheduler.max_total_num_tokens, kv_tokens // page_size * page_size),
+        "calls in a batch": (scheduler.max_running_requests, max_running),
         "page size": (scheduler.token_to_kv_pool_allocator.page_size, page_size),
         "prefix tree": (isinstance(scheduler.tree_cache, UnifiedRadixCache), True),
         "overlap": (scheduler.enable_overlap, False),
@@ -33,7 +34,8 @@ def check_inside(name: str, scheduler: SlotScheduler, buffer: torch.Tensor) -> N
     """Every weight and KV tensor lies in the buffer. Raises EngineError: another holder of memory has appeared."""
     runner = scheduler.model_runner
     low, high = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
-    held = [*tensors_of(runner.model), *kv_layers(runner.token_to_kv_pool)]
+    pool = runner.token_to_kv_pool
+    held = [*tensors_of(runner.model), *kv_layers(pool), *state_tensors(pool)]
     stray = [t for t in held if t.device == buffer.device and t.numel() and not low <= t.data_ptr() < high]
     if stray:
         shapes = ", ".join(str(tuple(t.shape)) for t in stray[:4])
@@ -63,6 +65,9 @@ def check_idle(name: str, scheduler: SlotScheduler) -> None:
         f"{rows.available_size()} of {rows.size} request rows are free": rows.available_size() != rows.size,
         "free pages are listed twice": len(set(allocator.get_all_free_pages().tolist())) * allocator.page_size != free,
     }
+    if scheduler.state_slots is not None:
+        spare, kept, all_of_them = scheduler.state_slots.available_size(), tree.mamba_evictable_size(), scheduler.states
+        found[f"{spare} free + {kept} cached != {all_of_them} recurrent states"] = spare + kept != all_of_them
     wrong = [what for what, bad in found.items() if bad]
     if wrong:
         raise EngineError(f"{name}: leaked: {'; '.join(wrong)}")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -29,6 +30,7 @@ from talaria_gpu.engine.sglang.calls import Call
 from talaria_gpu.engine.sglang.opening import OpenModel
 from talaria_gpu.engine.sglang.spec import HostKvOptions, MemoryOptions, ModelSpec
 from talaria_gpu.engine.sglang.switching import Switcher
+from talaria_gpu.hkvr.agreement import Alone, Ranks
 from talaria_gpu.hkvr.store import HostKv, Stats
 from talaria_gpu.staging.stager import Stager
 from talaria_gpu.weights import checkpoint
@@ -49,6 +51,8 @@ class SglangEngine:
         seed: of the draws for calls that bring no seed.
         memory: how weights are kept and moved.
         host_kv: how KV is kept on the host; None: a switch forgets it, and retracts what decodes.
+        ranks: the processes that this one is one of, each with a share of every model.
+        meeting: a file, made by nobody, where several ranks find each other.
         poison: overwrite all but the weights with garbage at every switch, so that reading stale bytes shows.
         progress: told what is being done, in words.
 
@@ -70,23 +74,27 @@ class SglangEngine:
         seed: int,
         memory: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
         host_kv: HostKvOptions | None = None,
+        ranks: Ranks = Alone(),  # noqa: B008 - has no state
+        meeting: Path | None = None,
         poison: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self._device = torch.device(device)
+        self._device = _share(device, ranks.rank)
+        self._ranks = ranks
         self._random = Random(seed)  # noqa: S311 - seeds of sampling, no secret
         self._active: str | None = None
         self._calls: dict[str, Call] = {}
         self._serial = 0
-        size = opening.estimate_bytes(models, kv_tokens, page_size) if buffer_bytes is None else buffer_bytes
-        self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        self._switcher = Switcher(self._buffer, memory, poison=poison)
+        if buffer_bytes is None:
+            buffer_bytes = opening.estimate_bytes(models, kv_tokens, page_size, max_running)
+        self._buffer = torch.zeros(buffer_bytes, dtype=torch.uint8, device=self._device)
+        self._switcher = Switcher(self._buffer, memory, poison=poison, ranks=ranks)
         self._has_canary = memory.canary_every > 0
         self._progress = progress
         self._specs = dict(models)
-        self._host_kv = None if host_kv is None else _host_kv(host_kv, self._device, self._recompute_cost)
+        self._host_kv = None if host_kv is None else _host_kv(host_kv, self._device, self._recompute_cost, ranks)
         self._suspended = 0
         self._options: dict[str, Any] = {
             "host_kv": self._host_kv,
@@ -97,6 +105,8 @@ class SglangEngine:
             "max_running": max_running,
             "chunked_prefill_tokens": chunked_prefill_tokens,
             "seed": seed,
+            "ranks": ranks,
+            "meeting": meeting,
         }
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._reading: dict[str, Future[None]] = {}
@@ -278,6 +288,7 @@ class SglangEngine:
         source = self._active
         if source == model:
             return SwitchTiming(
+                rank=self._ranks.rank,
                 source=source,
                 target=model,
                 path="none",
@@ -316,6 +327,11 @@ class SglangEngine:
             self._switcher.stage(self._models[self._active], self._models[model])
 
     @property
+    def staged_model(self) -> str | None:
+        """The model whose weights are being staged, or are staged."""
+        return self._switcher.stager.model if self._switcher.stager else None
+
+    @property
     def stager(self) -> Stager | None:
         """The staging under way, for who wants to watch it."""
         return self._switcher.stager
@@ -337,9 +353,12 @@ class SglangEngine:
         if reading is None:
             self._reading[model] = self._reader.submit(checkpoint.read_ahead, self._specs[model].path)
             return False
-        if not reading.done():
+        if not self._ranks.least([int(reading.done())])[0]:
             return False
         del self._reading[model]
+        damaged = reading.exception() is not None
+        if not self._ranks.least([int(not damaged)])[0] and not damaged:
+            raise EngineError(f"another rank cannot read the files of {model}")
         reading.result()
         with self._vacated():
             self._open(model)
@@ -453,7 +472,13 @@ def _damage(spec: ModelSpec) -> str:
     return ""
 
 
-def _host_kv(options: HostKvOptions, device: torch.device, cost: Callable[[str], float]) -> HostKv:
+def _share(device: str, rank: int) -> torch.device:
+    """The rank's device: on CUDA, so many after the one named."""
+    kind, _, index = device.partition(":")
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(index or 0) + rank)
+
+
+def _host_kv(options: HostKvOptions, device: torch.device, cost: Callable[[str], float], ranks: Ranks) -> HostKv:
     return HostKv(
         options.capacity_bytes,
         device,
@@ -461,4 +486,5 @@ def _host_kv(options: HostKvOptions, device: torch.device, cost: Callable[[str],
         d2h_gbps=options.d2h_gbps,
         h2d_gbps=options.h2d_gbps,
         cost_ms_per_token=cost,
+        ranks=ranks,
     )

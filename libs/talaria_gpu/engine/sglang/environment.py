@@ -18,16 +18,30 @@ _ANY_DEVICE = {
     # A leak that SGLang's own idle check finds is an error, not a line in a log.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
 }
-_CPU = {"SGLANG_USE_CPU_ENGINE": "1"}
+_CPU = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # bfloat16 otherwise, whatever the model's type; tokens then differ from a full recompute.
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+}
 _CPU_DEFAULTS = {
     # Threads that wait for each other sleep instead of spinning. Where several engines share cores, spinning made a
     # decode step ten times slower; alone it gains nothing worth that. Read when torch is first imported.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
+"""Which cores each rank has, "0,1|2,3"; without it SGLang wants a NUMA node per rank."""
 
 
-def prepare(device: str) -> None:
-    """Make `import sglang` work for `device` ("cpu", "cuda" or "cuda:N") in this process.
+def _cores(ranks: int) -> str:
+    """The cores that this process may use, shared out; a core for several ranks where there are fewer."""
+    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    share = max(1, len(mine) // ranks)
+    parts = ([mine[(rank * share + i) % len(mine)] for i in range(share)] for rank in range(ranks))
+    return "|".join(",".join(map(str, part)) for part in parts)
+
+
+def prepare(device: str, ranks: int = 1) -> None:
+    """Make `import sglang` work for `device` ("cpu", "cuda" or "cuda:N") in this process, one of `ranks`.
 
     Raises:
         EngineError: another SGLang than the pinned one, or CPU stand-ins wanted beside real kernels.
@@ -45,4 +59,6 @@ def prepare(device: str) -> None:
         os.environ.update(_CPU)
         for key, value in _CPU_DEFAULTS.items():
             os.environ.setdefault(key, value)
+        if ranks > 1:
+            os.environ.setdefault(_CORES, _cores(ranks))
         standins.install()

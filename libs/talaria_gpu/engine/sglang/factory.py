@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from talaria_common.settings import InstanceSettings, Settings
 from talaria_gpu.engine.sglang import environment
@@ -13,6 +13,7 @@ from talaria_gpu.sched.ablation import Ablation
 
 if TYPE_CHECKING:
     from talaria_gpu.engine.sglang.engine import SglangEngine
+    from talaria_gpu.engine.sglang.ranks.leader import RankedEngine
 
 MIB = 1 << 20
 
@@ -24,7 +25,7 @@ def build(
     *,
     progress: Callable[[str], None] = print,
     poison: bool = False,
-) -> SglangEngine:
+) -> SglangEngine | RankedEngine:
     """The engine of one instance, its models loaded and none active yet.
 
     Args:
@@ -38,8 +39,9 @@ def build(
         EngineError: SGLang or its kernels are not what this adapter needs, or the models do not fit the buffer.
     """
     progress("importing SGLang")
-    environment.prepare(instance.device)
+    environment.prepare(instance.device, instance.tp)
     from talaria_gpu.engine.sglang.engine import SglangEngine  # only now: it imports SGLang
+    from talaria_gpu.engine.sglang.ranks.leader import RankedEngine
 
     specs = {
         name: ModelSpec(
@@ -49,21 +51,23 @@ def build(
         )
         for name in instance.models
     }
-    return SglangEngine(
-        specs,
-        device=instance.device,
-        kv_tokens=instance.kv_tokens,
-        page_size=instance.page_size,
-        max_running=instance.max_running,
-        chunked_prefill_tokens=instance.chunked_prefill_tokens,
-        buffer_bytes=None if instance.buffer_mib is None else instance.buffer_mib * MIB,
-        threads=instance.threads,
-        seed=instance.seed,
-        memory=memory_options(instance),
-        host_kv=host_kv_options(instance),
-        poison=poison,
-        progress=progress,
-    )
+    options: dict[str, Any] = {
+        "models": specs,
+        "device": instance.device,
+        "kv_tokens": instance.kv_tokens,
+        "page_size": instance.page_size,
+        "max_running": instance.max_running,
+        "chunked_prefill_tokens": instance.chunked_prefill_tokens,
+        "buffer_bytes": None if instance.buffer_mib is None else instance.buffer_mib * MIB,
+        "threads": instance.threads,
+        "seed": instance.seed,
+        "memory": memory_options(instance),
+        "host_kv": host_kv_options(instance),
+        "poison": poison,
+    }
+    if instance.tp > 1:
+        return RankedEngine(instance.tp, options, progress)
+    return SglangEngine(**options, progress=progress)
 
 
 def memory_options(instance: InstanceSettings) -> MemoryOptions:
@@ -71,8 +75,10 @@ def memory_options(instance: InstanceSettings) -> MemoryOptions:
     emulated = instance.device == "cpu"
     h2d, d2d = instance.emulate_weight_h2d_gbps, instance.emulate_weight_d2d_gbps
     every = {"off": 0, "always": 1}
+    # On a plain CPU host and device are one memory: to stage is to copy twice.
+    staging = bool(not emulated or h2d) if instance.staging is None else instance.staging
     return MemoryOptions(
-        staging=instance.staging and len(instance.models) > 1 and Ablation.named(instance.scheduler).staging,
+        staging=staging and len(instance.models) > 1 and Ablation.named(instance.scheduler).staging,
         chunk_bytes=instance.staging_chunk_mib * MIB,
         h2d_bytes_per_s=h2d * 1e9 if emulated and h2d else None,
         d2d_bytes_per_s=d2d * 1e9 if emulated and d2d else None,

@@ -6,14 +6,15 @@ import time
 from typing import Any
 
 from talaria_gpu.engine.contract import PrefixState
-from talaria_gpu.engine.sglang.identity import device_kv
+from talaria_gpu.engine.sglang.identity import Pools, device_pools
 from talaria_gpu.engine.sglang.restore import Restorer
+from talaria_gpu.engine.sglang.runtime import SPARE_STATES
 from talaria_gpu.engine.sglang.saving import Saver
 from talaria_gpu.engine.sglang.scheduler import Ran, SlotScheduler
 from talaria_gpu.engine.sglang.spec import ModelSpec
 from talaria_gpu.engine.sglang.suspend import Suspension
+from talaria_gpu.hkvr.agreement import Ranks
 from talaria_gpu.hkvr.store import HostKv
-from talaria_gpu.hkvr.transfer import DeviceKv
 
 
 class PlainModel:
@@ -75,32 +76,34 @@ class HostedModel(PlainModel):
 
     Args:
         store: the host's, shared by all models.
-        kv: this model's pool.
+        pools: this model's.
         scheduler: its scheduler, with a `tree.CheckpointTree`.
         suspends: whether running calls keep their rows over a switch; else they are retracted.
+        ranks: all that run this model.
     """
 
     keeps_prefixes = True
 
-    def __init__(self, store: HostKv, kv: DeviceKv, scheduler: SlotScheduler, *, suspends: bool) -> None:
+    def __init__(self, store: HostKv, pools: Pools, scheduler: SlotScheduler, *, suspends: bool, ranks: Ranks) -> None:
         super().__init__(scheduler)
         tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
-        self._store, self._kv, self._suspends = store, kv, suspends
-        self._saver = Saver(store, kv, tree)
-        self._restorer = Restorer(store, kv, self._saver, tree, allocator)
-        self._suspension = Suspension(store, kv, tree, allocator)
+        slots = scheduler.state_slots
+        self._store, self._pools, self._suspends = store, pools, suspends
+        self._saver = Saver(store, pools, tree, SPARE_STATES)
+        self._restorer = Restorer(store, pools, self._saver, tree, allocator, states=slots, ranks=ranks)
+        self._suspension = Suspension(store, pools, tree, allocator, slots)
         self._restored_tokens, self._restore_ms = 0, 0.0
         tree.on_checkpoint = self._saver.checkpoint
 
     @property
     def host_tokens(self) -> int:
         """Tokens of its complete blocks on the host."""
-        return self._store.registry.tokens(self._kv.descriptor.model)
+        return self._store.registry.tokens(self._pools.kv.descriptor.model)
 
     @property
     def restore_ms_per_token(self) -> float:  # type: ignore[override]  # measured here
         """Measured, EWMA; 0 while nothing was."""
-        return self._store.restore_ms_per_token(self._kv.descriptor.model)
+        return self._store.restore_ms_per_token(self._pools.kv.descriptor.model)
 
     # --- calls
 
@@ -219,10 +222,11 @@ class HostedModel(PlainModel):
 
 
 def residence(
-    store: HostKv | None, name: str, spec: ModelSpec, scheduler: SlotScheduler, *, suspends: bool
+    store: HostKv | None, name: str, spec: ModelSpec, scheduler: SlotScheduler, *, suspends: bool, ranks: Ranks
 ) -> PlainModel:
     """The model's, with `store` if there is one. Reads the model's files once for its identity."""
     if store is None:
         return PlainModel(scheduler)
-    kv = device_kv(name, spec, scheduler.model_runner.token_to_kv_pool, scheduler.page_size)
-    return HostedModel(store, kv, scheduler, suspends=suspends)
+    pool = scheduler.model_runner.token_to_kv_pool
+    pools = device_pools(name, spec, pool, page_tokens=scheduler.page_size, slab_bytes=store.slab_bytes, ranks=ranks)
+    return HostedModel(store, pools, scheduler, suspends=suspends, ranks=ranks)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from talaria_gpu.engine.sglang.calls import Call
 from talaria_gpu.engine.sglang.layout import Region
 from talaria_gpu.engine.sglang.scheduler import SlotScheduler
 from talaria_gpu.engine.sglang.spec import ModelSpec
+from talaria_gpu.hkvr.agreement import Alone, Ranks
 from talaria_gpu.hkvr.store import HostKv
 
 SGLANG_RESERVE = 6
@@ -64,11 +66,13 @@ def open_model(
     make_image: Callable[[int], torch.Tensor],
     host_kv: HostKv | None = None,
     suspends: bool = False,
+    ranks: Ranks = Alone(),  # noqa: B008 - has no state
+    meeting: Path | None = None,
 ) -> OpenModel:
     """Build one model over `buffer`; its weights are there when this returns, and every other model's are not.
 
     `make_image` is called once, with the size in bytes of the weights' host image, and what it gives is filled.
-    `host_kv` and `suspends`: see `hosted.HostedModel`.
+    `host_kv` and `suspends`: see `hosted.HostedModel`. `ranks` and `meeting`: see `SglangEngine`.
 
     Raises:
         EngineError: it does not fit, or SGLang differs from what this adapter assumes.
@@ -83,18 +87,20 @@ def open_model(
         chunked_prefill_tokens=chunked_prefill_tokens,
         seed=seed,
         tree=None if host_kv is None else tree.BACKEND,
+        ranks=ranks.size,
+        hybrid=_recurrent_layers(_config(spec)) > 0,
     )
-    context = runtime.new_context(args)
+    context = runtime.new_context(args, ranks.rank)
     placed: list[Region] = []
 
     def place(scheduler: SlotScheduler) -> None:
         runner = scheduler.model_runner
         placed.append(Region(name, runner.model, runner.token_to_kv_pool, page_size, buffer, make_image=make_image))
 
-    with use_context(context), runtime.building(device), allocators.low_first():
+    with use_context(context), runtime.building(device, meeting), allocators.low_first():
         scheduler = SlotScheduler(args, runtime.port_args(), on_memory=place)
     region = placed[0]
-    checks.check_built(name, scheduler, kv_tokens, page_size)
+    checks.check_built(name, scheduler, kv_tokens, page_size, max_running)
     checks.check_inside(name, scheduler, buffer)
     limit = scheduler.context_tokens
     info = ModelInfo(
@@ -107,32 +113,47 @@ def open_model(
         eos_token_ids=tuple(sorted(scheduler.model_config.hf_eos_token_id or ())),
         vocab_size=scheduler.model_config.vocab_size,
     )
-    home = hosted.residence(host_kv, name, spec, scheduler, suspends=suspends)
+    home = hosted.residence(host_kv, name, spec, scheduler, suspends=suspends, ranks=ranks)
     return OpenModel(info=info, context=context, scheduler=scheduler, region=region, residence=home)
 
 
-def estimate_bytes(models: dict[str, ModelSpec], kv_tokens: int, page_size: int) -> int:
+def estimate_bytes(models: dict[str, ModelSpec], kv_tokens: int, page_size: int, max_running: int) -> int:
     """About what the largest model needs, from its files alone: for a buffer whose size nobody gave.
 
     Some slack is in it. Where it falls short (unusual post-processing), opening says so with the exact numbers.
     """
-    return max(_estimate(spec, kv_tokens + page_size) for spec in models.values())
+    states = runtime.max_states(page_size, max_running) + 1
+    return max(_estimate(spec, kv_tokens + page_size, states) for spec in models.values())
 
 
-def _estimate(spec: ModelSpec, rows: int) -> int:
+def _estimate(spec: ModelSpec, rows: int, states: int) -> int:
     config = _config(spec)
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     wanted = stored if spec.dtype == "auto" else spec.dtype
     width = _width(wanted)
     weights = sum(file.stat().st_size for file in spec.path.glob("*.safetensors")) * width // _width(stored)
-    layers = int(config["num_hidden_layers"])
+    recurrent = _recurrent_layers(config)
+    layers = int(config["num_hidden_layers"]) - recurrent
     if config.get("kv_lora_rank"):
         per_layer = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     else:
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         per_layer = 2 * config.get("num_key_value_heads", heads) * head_dim
-    return int(weights * 1.05 + rows * layers * per_layer * width) + _SLACK
+    state = recurrent and _state_bytes(config)
+    return int(weights * 1.05 + rows * layers * per_layer * width + states * recurrent * state) + _SLACK
+
+
+def _recurrent_layers(config: dict[str, Any]) -> int:
+    return sum(kind == "linear_attention" for kind in config.get("layer_types") or ())
+
+
+def _state_bytes(config: dict[str, Any]) -> int:
+    """Of one layer's recurrent state, with both of its parts in float32."""
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    convolution = (2 * keys + values) * (config["linear_conv_kernel_dim"] - 1)
+    return int(4 * (convolution + values * config["linear_key_head_dim"]))
 
 
 def _context_length(spec: ModelSpec) -> int | None:

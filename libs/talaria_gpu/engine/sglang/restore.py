@@ -2,7 +2,8 @@
 
 Before SGLang admits a call, the longest prefix that the host has beyond what the device has is brought in. The path in
 the tree is locked from the match until the call is admitted; the new rows are in no tree, and so in nobody's way, until
-their copy has completed and its checksums were right (4.3, appendix B).
+their copy has completed and its checksums were right (4.3, appendix B). A hybrid's prefix comes with the recurrent
+state at its end, or not at all.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from talaria_gpu.engine.sglang.identity import Pools
 from talaria_gpu.engine.sglang.saving import Saver
+from talaria_gpu.hkvr.agreement import Ranks, agree_on
 from talaria_gpu.hkvr.registry import Block
+from talaria_gpu.hkvr.states import Found
 from talaria_gpu.hkvr.store import HostKv, Restore
-from talaria_gpu.hkvr.transfer import DeviceKv
 
 
 @dataclass(slots=True)
@@ -33,8 +36,10 @@ class _Coming:
     """Tokens that the device had."""
     lock: Any
     """On the node where they end."""
-    slots: torch.Tensor
+    rows: torch.Tensor
     """Device rows for the rest."""
+    slot: torch.Tensor | None
+    """A hybrid's: the place of its state."""
     restore: Restore
     keys: frozenset[bytes]
     wanted: bool = True
@@ -46,15 +51,27 @@ class Restorer:
 
     Args:
         store: the host's.
-        kv: the model's pool.
-        saver: knows the calls' keys.
+        pools: the model's.
+        saver: knows what the host has of a call.
         tree: the model's prefix tree.
         allocator: of its KV rows.
+        states: the allocator of a hybrid's recurrent states.
+        ranks: all of the model's.
     """
 
-    def __init__(self, store: HostKv, kv: DeviceKv, saver: Saver, tree: Any, allocator: Any) -> None:
-        self._store, self._kv, self._saver = store, kv, saver
-        self._tree, self._allocator = tree, allocator
+    def __init__(
+        self,
+        store: HostKv,
+        pools: Pools,
+        saver: Saver,
+        tree: Any,
+        allocator: Any,
+        *,
+        states: Any | None,
+        ranks: Ranks,
+    ) -> None:
+        self._store, self._pools, self._saver = store, pools, saver
+        self._tree, self._allocator, self._states, self._ranks = tree, allocator, states, ranks
         self._coming: dict[str, _Coming] = {}
         self._gone: list[_Coming] = []
         """Of calls that went in mid-restore."""
@@ -68,13 +85,13 @@ class Restorer:
 
     def refer(self, request: Any) -> None:
         """A call has come: the blocks that it will want are the last to be evicted."""
-        blocks = self._matched(request)
+        blocks = self._saver.find(request).all_blocks
         self._store.registry.refer(blocks)
         self._refs[request.rid] = blocks
 
     def on_host(self, request: Any) -> int:
         """Tokens of its prefix that the host has."""
-        return len(self._matched(request)) * self._kv.descriptor.block_tokens
+        return self._saver.find(request).tokens
 
     def from_host(self, rid: str, start: int) -> bool:
         """Whether a prefill that begins at `start` skips tokens that came from the host."""
@@ -98,13 +115,17 @@ class Restorer:
 
     def publish(self, *, wait: bool = False) -> int:
         """Put into the tree what has arrived (`wait`: everything, once it has). How many tokens."""
+        under_way = [*self._coming.values(), *self._gone]
+        if not under_way:
+            return 0
+        there = self._ranks.least([int(wait or c.restore.transfer.done) for c in under_way])
         tokens = 0
-        for coming in [c for c in self._coming.values() if wait or c.restore.transfer.done]:
-            del self._coming[coming.request.rid]
+        for coming in [c for c, arrived in zip(under_way, there, strict=True) if arrived]:
+            if coming.wanted:
+                del self._coming[coming.request.rid]
+            else:
+                self._gone.remove(coming)
             tokens += self._arrived(coming)
-        for coming in [c for c in self._gone if wait or c.restore.transfer.done]:
-            self._gone.remove(coming)
-            self._arrived(coming)
         return tokens
 
     def admitted(self, rid: str) -> None:
@@ -128,15 +149,12 @@ class Restorer:
 
     # --- inside
 
-    def _matched(self, request: Any) -> list[Block]:
-        """What the host has, below the request's last token: that one must be computed."""
-        tokens = len(request.origin_input_ids) + len(request.output_ids) - 1
-        return self._store.registry.match(self._saver.keys(request, tokens))
-
     def _start(self, request: Any) -> bool:
-        blocks = self._matched(request)
-        size = self._kv.descriptor.block_tokens
-        end = len(blocks) * size
+        found = self._saver.find(request)
+        agreed = agree_on(self._ranks, found.keys)
+        if agreed < len(found.keys):
+            found = self._cut(found, agreed)
+        end, size = found.tokens, self._pools.kv.descriptor.block_tokens
         if not end:
             return False
         ids = _ids(request)[:end]
@@ -144,24 +162,45 @@ class Restorer:
         have = match.device_prefix_len
         if have >= end:
             return False
-        if any(blocks[have // size].key in coming.keys for coming in self._coming.values()):
+        if any(found.blocks[have // size].key in coming.keys for coming in self._coming.values()):
             return True  # another call's restore brings it
         lock = self._tree.lock(match.last_device_node)  # before evicting: the path must stay
         evict_from_tree_cache(self._tree, end - have)
-        slots = self._allocator.alloc(end - have)
-        if slots is None:
+        rows = self._allocator.alloc(end - have)
+        slot = None if rows is None or self._states is None else self._state_slot()
+        if rows is None or (self._states is not None and slot is None):
+            if rows is not None:
+                self._allocator.free(rows)
             self._tree.unlock(lock)
             return False  # no room for it now; then there is none for computing it either, and SGLang lets it wait
-        restore = self._store.restore(self._kv, blocks, slots.cpu(), have)
-        keys = frozenset(block.key for block in blocks[have // size :])
-        self._coming[request.rid] = _Coming(request, ids, have, lock, slots, restore, keys)
+        state = None if slot is None else (self._pools.states, slot.cpu())
+        restore = self._store.restore(self._pools.kv, found, rows.cpu(), have, state)
+        keys = frozenset(block.key for block in found.blocks[have // size :])
+        self._coming[request.rid] = _Coming(request, ids, have, lock, rows, slot, restore, keys)
         return True
+
+    def _cut(self, found: Found, blocks: int) -> Found:
+        """The part of a prefix that all ranks have; a hybrid's is of no use without its state."""
+        if self._pools.states:
+            return Found()
+        return Found(blocks * self._pools.kv.descriptor.block_tokens, found.blocks[:blocks])
+
+    def _state_slot(self) -> torch.Tensor | None:
+        """Room for one recurrent state, or None."""
+        assert self._states is not None
+        slot: torch.Tensor | None = self._states.alloc(1)
+        if slot is None:
+            self._tree.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
+            slot = self._states.alloc(1)
+        return slot
 
     def _arrived(self, coming: _Coming) -> int:
         got = self._store.restored(coming.restore)
-        lost = coming.slots[got:]
+        lost = coming.rows[got:]
         if not got or not coming.wanted:
-            self._allocator.free(coming.slots)
+            self._allocator.free(coming.rows)
+            if coming.slot is not None:
+                self._states.free(coming.slot)  # type: ignore[union-attr]  # a slot is one of theirs
             self._tree.unlock(coming.lock)
             return 0
         if len(lost):
@@ -171,10 +210,13 @@ class Restorer:
         result = self._tree.insert(
             InsertParams(
                 key=_key(coming.request, coming.ids[:end]),
-                value=torch.cat((path, coming.slots[:got])),
+                value=torch.cat((path, coming.rows[:got])),
+                mamba_value=coming.slot,
                 prev_prefix_len=coming.have,  # the path is the tree's already; what it got meanwhile frees ours
             )
         )
+        if coming.slot is not None and result.mamba_exist:
+            self._states.free(coming.slot)  # type: ignore[union-attr]  # as above
         rid = coming.request.rid
         self._held[rid] = self._tree.lock(result.last_device_node)
         self._device_had[rid] = coming.have

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,11 +18,17 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 from talaria_gpu.engine.sglang import cpu_attention
 from talaria_gpu.engine.sglang.spec import ModelSpec
+from talaria_gpu.engine.sglang.standins import hybrid_cpu
 
 CPU_ATTENTION = "torch_native"
+STATE_INTERVAL_TOKENS = 64
+"""A hybrid's state is kept at every so many tokens of an answer, where pages are larger than one token. SGLang's
+default of 256 would have up to 255 tokens of an answer computed again when its session comes back."""
+SPARE_STATES = 4
+"""Recurrent states beyond what SGLang's batch can need: those that are being copied to the host stay locked."""
 _RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """Where the ranks of the process groups meet. SGLang's default is a TCP port, chosen a moment before it is bound and
-open on every interface; with one rank, a file in a directory of our own does."""
+open on every interface; for ranks of one machine, a file in a directory of our own does."""
 _groups: dict[str, Any] = {}
 """The process groups that the first model's start made. They belong to the process, as SGLang's own flag of it does."""
 
@@ -37,10 +44,13 @@ def server_args(
     chunked_prefill_tokens: int,
     seed: int,
     tree: str | None = None,
+    ranks: int = 1,
+    hybrid: bool = False,
 ) -> ServerArgs:
     """One model's arguments. What is fixed here is what the adapter relies on: one step at a time, its own tree.
 
-    `tree`: a registered prefix tree; None: SGLang's own choice.
+    `tree`: a registered prefix tree; None: SGLang's own choice. `device` is rank 0's.
+    `hybrid`: whether it has recurrent layers.
     """
     kind, _, index = device.partition(":")
     args: dict[str, Any] = {
@@ -60,12 +70,25 @@ def server_args(
         "radix_cache_backend": tree,
         "log_level": "warning",
         "random_seed": seed,
+        "tp_size": ranks,
+        # Of hybrids only. With pages of one token SGLang keeps a state at the exact end of each prefill and answer,
+        # with larger ones at multiples of the interval, in one slot more per call.
+        "max_mamba_cache_size": max_states(page_size, max_running),
+        "mamba_track_interval": math.lcm(STATE_INTERVAL_TOKENS, page_size),
     }
     if kind == "cpu":
+        if hybrid:
+            hybrid_cpu.install()
         args |= {"attention_backend": CPU_ATTENTION, "disable_cuda_graph": True}
     resolved = ServerArgs(**args)
     resolved.resolve_once()
     return resolved
+
+
+def max_states(page_size: int, max_running: int) -> int:
+    """How many recurrent states a hybrid has room for: at least what SGLang wants for its batches."""
+    per_call = 4 if page_size > 1 else 3  # its own, its prefix's, the one it gives the tree, the one it tracks
+    return per_call * max_running + SPARE_STATES
 
 
 def port_args() -> PortArgs:
@@ -82,14 +105,17 @@ def port_args() -> PortArgs:
     )
 
 
-def new_context(args: ServerArgs) -> Any:
+def new_context(args: ServerArgs, rank: int = 0) -> Any:
     """A runtime context of its own for one model: what `use_context` selects."""
-    return create_context(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=args.base_gpu_id))
+    placement = SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=args.base_gpu_id + rank)
+    return create_context(args, role="scheduler", ranks=placement)
 
 
 @contextmanager
-def building(device: str) -> Iterator[None]:
+def building(device: str, meeting: Path | None = None) -> Iterator[None]:
     """Around the construction of one model's scheduler, inside its context.
+
+    `meeting`: the file at which several ranks meet; None: there is one.
 
     SGLang starts its process groups once per process and refuses a second time: later models get the first one's. Its
     cache of rotary embeddings is per process, too; two models that shared a module would share its buffer's address.
@@ -101,7 +127,7 @@ def building(device: str) -> Iterator[None]:
         mla.AttentionBackendRegistry.register(CPU_ATTENTION, lambda _attention, _batch: mla.AttnForwardMethod.MLA)
     if not _groups:
         with tempfile.TemporaryDirectory(prefix="talaria-ranks-") as directory:
-            os.environ[_RENDEZVOUS] = (Path(directory) / "meet").as_uri()
+            os.environ[_RENDEZVOUS] = (meeting or Path(directory) / "meet").as_uri()
             try:
                 yield
             finally:

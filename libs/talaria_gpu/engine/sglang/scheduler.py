@@ -97,6 +97,16 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
         return self.tp_worker.model_runner
 
     @property
+    def state_slots(self) -> Any | None:
+        """The allocator of recurrent states; None: the model has none."""
+        return getattr(self.req_to_token_pool, "mamba_allocator", None)
+
+    @property
+    def states(self) -> int:
+        """How many recurrent states there is room for."""
+        return 0 if self.state_slots is None else int(self.state_slots.size)
+
+    @property
     def context_tokens(self) -> int:
         """Longest prompt + completion that SGLang serves in full; beyond, it clips (`init_req_max_new_tokens`)."""
         return int(self.max_req_len) - 1

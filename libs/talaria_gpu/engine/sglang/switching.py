@@ -13,10 +13,11 @@ from talaria_gpu.engine.contract import SwitchFailedError, SwitchTiming
 from talaria_gpu.engine.sglang import canary, checks
 from talaria_gpu.engine.sglang.opening import OpenModel
 from talaria_gpu.engine.sglang.spec import MemoryOptions
+from talaria_gpu.hkvr.agreement import Ranks
 from talaria_gpu.staging.gather import GatherTimes, gather
 from talaria_gpu.staging.plan import StagePlan, SwitchPlan, stage_plan, switch_plan
 from talaria_gpu.staging.stager import Stager
-from talaria_gpu.staging.streams import computed, open_stream
+from talaria_gpu.streams import computed, open_stream
 from talaria_gpu.weights.store import WeightStore
 
 LEAST_STRETCH_BYTES = 64 << 10
@@ -41,10 +42,11 @@ class Switcher:
         buffer: the device buffer, uint8.
         options: see `MemoryOptions`.
         poison: overwrite all but the weights with garbage at every switch, so that reading stale bytes shows.
+        ranks: that switch together.
     """
 
-    def __init__(self, buffer: torch.Tensor, options: MemoryOptions, *, poison: bool) -> None:
-        self._buffer, self._options, self._poison = buffer, options, poison
+    def __init__(self, buffer: torch.Tensor, options: MemoryOptions, *, poison: bool, ranks: Ranks) -> None:
+        self._buffer, self._options, self._poison, self._ranks = buffer, options, poison, ranks
         self._device = buffer.device
         self.store = WeightStore(options.host_weights_bytes, options.weights_dir, pin=self._device.type == "cuda")
         self._d2d = open_stream(self._device, "weights-d2d", options.d2d_bytes_per_s)
@@ -71,7 +73,8 @@ class Switcher:
             if self._staging.target is target:
                 return
             self.cancel()
-        if time.perf_counter() < self._no_room_until or not self.store.prefetch(target.info.name):
+        there = time.perf_counter() >= self._no_room_until and self.store.prefetch(target.info.name)
+        if not self._ranks.least([int(there)])[0]:
             return
         allocator = source.scheduler.token_to_kv_pool_allocator
         plan = stage_plan(
@@ -148,11 +151,11 @@ class Switcher:
         self._halt()
         retracted = leave(source) if source is not None else 0
         clock.mark()
-        try:
-            plan, times = self._open_weights(target)
-        except EngineError as e:
-            self._roll_back(source, target, e, enter)
-            raise SwitchFailedError(target.info.name, source.info.name if source else None, str(e)) from e
+        opened = self._try_weights(target)
+        if isinstance(opened, EngineError):
+            self._roll_back(source, target, opened, enter)
+            raise SwitchFailedError(target.info.name, source.info.name if source else None, str(opened)) from opened
+        plan, times = opened
         clock.mark()
         if self._poison:
             target.region.poison()
@@ -170,6 +173,7 @@ class Switcher:
         clock.mark()
         phases = clock.phases()
         return SwitchTiming(
+            rank=self._ranks.rank,
             source=source.info.name if source else "",
             target=target.info.name,
             path=plan.path,
@@ -185,6 +189,18 @@ class Switcher:
             retracted=retracted,
             canary=watched,
         )
+
+    def _try_weights(self, target: OpenModel) -> tuple[SwitchPlan, GatherTimes] | EngineError:
+        """What was done, when all ranks have done it; else why not, and then all go back."""
+        outcome: tuple[SwitchPlan, GatherTimes] | EngineError
+        try:
+            outcome = self._open_weights(target)
+        except EngineError as e:
+            outcome = e
+        failed = isinstance(outcome, EngineError)
+        if not self._ranks.least([int(not failed)])[0] and not failed:
+            return EngineError(f"another rank could not bring the weights of {target.info.name} in")
+        return outcome
 
     def _open_weights(self, target: OpenModel) -> tuple[SwitchPlan, GatherTimes]:
         """Bring the weights in, gathered as far as they are staged, the rest from host; pins the image."""

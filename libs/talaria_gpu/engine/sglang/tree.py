@@ -9,12 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.registry import create_unified_radix_cache, register_radix_cache_backend
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 BACKEND = "talaria"
 """SGLang's `radix_cache_backend` for this tree."""
+
+
+def state_slot(tree: Any, node: Any) -> torch.Tensor | None:
+    """Int64 [1]: where the recurrent state at the end of `node` is; None: it has none."""
+    slot: torch.Tensor | None = tree.tree_core.get_component_device_value(node, ComponentType.MAMBA)
+    return slot
+
+
+def evict_all(tree: Any) -> None:
+    """Empty the tree of what no request holds."""
+    states = tree.mamba_evictable_size() if tree.supports_mamba() else 0
+    tree.evict(EvictParams(num_tokens=tree.evictable_size(), mamba_num=states))
 
 
 class CheckpointTree(UnifiedRadixCache):  # type: ignore[misc]  # SGLang is untyped here

@@ -23,7 +23,14 @@ from talaria_gpu.models import prepare
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: before any test module does
 
 SMOLLM2, QWEN3, MLA = "smollm2-135m-instruct", "tiny-qwen3-random", "tiny-mla-random"
-SOURCES = {SMOLLM2: "smollm2", QWEN3: "tiny-qwen3", MLA: "tiny-mla"}
+HYBRID, HYBRID_DENSE = "tiny-hybrid-random", "tiny-hybrid-dense-random"
+SOURCES = {
+    SMOLLM2: "smollm2",
+    QWEN3: "tiny-qwen3",
+    MLA: "tiny-mla",
+    HYBRID: "tiny-hybrid",
+    HYBRID_DENSE: "tiny-hybrid-dense",
+}
 KV_TOKENS = 1024
 CHUNK = 64
 

@@ -87,7 +87,9 @@ def test_a_pool_that_comes_out_smaller_is_noticed(small):
     from talaria_gpu.engine.sglang import checks
 
     with pytest.raises(EngineError, match="KV tokens 1024, expected 2048"):
-        checks.check_built(MLA, small._models[MLA].scheduler, 2048, 16)
+        checks.check_built(MLA, small._models[MLA].scheduler, 2048, 16, 4)
+    with pytest.raises(EngineError, match="calls in a batch 4, expected 5"):
+        checks.check_built(MLA, small._models[MLA].scheduler, 1024, 16, 5)
 
 
 def test_nothing_heavy_is_imported_before_build():

@@ -212,7 +212,7 @@ def test_a_corrupt_block_is_recomputed_and_counted(engine, driver, model, refere
     store, before = engine._host_kv, counts(engine).corrupt
     rid = driver.submit(model, [*ids, 9], 6)
     request = engine._calls[rid].request
-    third = engine._models[model].residence._restorer._matched(request)[2]
+    third = engine._models[model].residence._saver.find(request).blocks[2]
     store._pool[third.cell.offset + 100] ^= 255
     driver.drain(model)
     out = driver.outputs[rid]
@@ -232,14 +232,14 @@ def test_the_negative_control(engine, driver, model, references, new_prompt):
     away(engine, model)
     rid = driver.submit(model, [*ids, 9], 8)
     request = engine._calls[rid].request
-    for block in engine._models[model].residence._restorer._matched(request):
+    for block in engine._models[model].residence._saver.find(request).blocks:
         store._pool[block.cell.offset : block.cell.offset + block.cell.size] ^= 0x80
     store._verify = False
     try:
         driver.drain(model)
     finally:
         store._verify = True
-        store.registry.drop_model(engine._models[model].residence._kv.descriptor.identity)
+        store.registry.drop_model(engine._models[model].residence._pools.kv.descriptor.identity)
     out = driver.outputs[rid]
     with pytest.raises(AssertionError):
         assert_greedy(references[model], out.prompt, out.ids)

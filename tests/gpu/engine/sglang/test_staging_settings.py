@@ -16,11 +16,15 @@ def instance(**keys) -> InstanceSettings:
     return parse(settings | {"instances": [{"id": "i-0", "models": models, **keys}]}).instances[0]
 
 
-def test_cold_instances_stage_by_default_and_others_have_nothing_to_stage():
-    assert memory_options(instance()).staging
-    assert not memory_options(instance(models=["a"], pool="hot")).staging
-    assert not memory_options(instance(staging=False)).staging
-    assert not memory_options(instance(scheduler="h2d-only")).staging
+def test_cold_instances_stage_where_there_is_a_link_and_others_have_nothing_to_stage():
+    gpu = {"device": "cuda"}
+    assert memory_options(instance(**gpu)).staging
+    assert memory_options(instance(emulate_weight_h2d_gbps=1.0)).staging
+    assert memory_options(instance(staging=True)).staging
+    assert not memory_options(instance()).staging, "one memory: it would be copied twice"
+    assert not memory_options(instance(models=["a"], pool="hot", **gpu)).staging
+    assert not memory_options(instance(staging=False, **gpu)).staging
+    assert not memory_options(instance(scheduler="h2d-only", **gpu)).staging
 
 
 @pytest.mark.parametrize(("key", "every"), [("off", 0), ("always", 1), (5, 5)])

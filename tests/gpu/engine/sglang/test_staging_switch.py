@@ -145,9 +145,9 @@ def test_staging_under_way_at_the_switch(tight, driver_for, references, new_prom
 
 
 def test_a_failed_switch_rolls_back(tight, driver_for, references, new_prompt, monkeypatch):
-    from talaria_gpu.staging.streams import HostStream
+    from talaria_gpu.streams import CopyThread
 
-    class Failing(HostStream):
+    class Failing(CopyThread):
         def move(self, target, source) -> None:
             if not broken or target.data_ptr() % 3 == 0:
                 super().move(target, source)
@@ -160,7 +160,7 @@ def test_a_failed_switch_rolls_back(tight, driver_for, references, new_prompt, m
     rid = driver.submit(QWEN3, new_prompt(60), 20)
     for _ in range(5):
         driver.step()
-    stream = Failing("failing")
+    stream = Failing("failing", torch.device("cpu"))
     monkeypatch.setattr(tight._switcher, "_h2d", stream)
     with pytest.raises(SwitchFailedError, match="the link is down") as caught:
         tight.switch(MLA)
@@ -174,14 +174,14 @@ def test_a_failed_switch_rolls_back(tight, driver_for, references, new_prompt, m
 
 
 def test_when_the_way_back_fails_too_nothing_is_served(tight, monkeypatch):
-    from talaria_gpu.staging.streams import HostStream
+    from talaria_gpu.streams import CopyThread
 
-    class Dead(HostStream):
+    class Dead(CopyThread):
         def move(self, target, source) -> None:
             raise OSError("the link is down")
 
     switch(tight, QWEN3) if tight.active != QWEN3 else None
-    stream = Dead("dead")
+    stream = Dead("dead", torch.device("cpu"))
     monkeypatch.setattr(tight._switcher, "_h2d", stream)
     with pytest.raises(EngineError, match="so did the way back") as caught:
         tight.switch(MLA)

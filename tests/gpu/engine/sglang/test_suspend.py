@@ -138,7 +138,7 @@ def test_damaged_rows_are_computed_again(engine, driver, model, references, new_
     for _ in range(3):
         driver.step()
     engine.switch(other(model))
-    parked = engine._models[model].residence._suspension._parked
+    (parked,) = engine._models[model].residence._suspension._parked
     engine._host_kv._pool[parked.pieces[0].cell.offset] ^= 1
     engine.switch(model)
     assert engine.waiting(model) == [rid]

@@ -9,11 +9,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 from talaria_common.errors import EngineError
 
 _KERNEL = "sgl_kernel"
 _FILE = Path(__file__).with_name("sgl_kernel_cpu.py")
+_HYBRIDS = Path(__file__).with_name("gated_delta_cpu.py")
+"""`sgl_kernel.mamba`."""
 
 
 def install() -> None:
@@ -33,9 +36,19 @@ def install() -> None:
     from talaria_gpu.models import torchvision_ops  # imports torch
 
     torchvision_ops.declare_missing()
-    spec = importlib.util.spec_from_file_location(_KERNEL, _FILE, submodule_search_locations=[])
+    kernel = _load(_KERNEL, _FILE)
+    kernel.mamba = mamba = _load(f"{_KERNEL}.mamba", _HYBRIDS)
+    import torch
+
+    for operator in mamba.OPERATORS:
+        setattr(torch.ops.sgl_kernel, operator.__name__, operator)
+
+
+def _load(name: str, file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[])
     if spec is None or spec.loader is None:
-        raise EngineError(f"cannot load {_FILE}")
+        raise EngineError(f"cannot load {file}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_KERNEL] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,106 @@
+"""What one of two substrate ranks does in a test: a pool, a registry and copies of its own, and agreement over gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import torch
+
+from talaria_gpu.hkvr.agreement import agree_on
+from talaria_gpu.hkvr.gloo import GlooRanks, RankLostError
+from talaria_gpu.hkvr.store import HostKv
+from tests.gpu.hkvr.fake_device import FakeDevice, descriptor, found
+
+IDS = list(range(24))
+
+
+def lags(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
+    """Rank 1's copy takes its time: no rank sees the prefix before it is over."""
+    rows = device.take(24)
+    device.compute(IDS, rows)
+    gate = threading.Event()
+    if ranks.rank:
+        store._out.submit(gate.wait, 0)
+    store.save(device.kv, device.keys(IDS), rows, lambda: None)
+    if not ranks.rank:
+        store._saves[0].transfer.wait()
+    store.poll()
+    before = len(store.registry.match(device.keys(IDS)))
+    gate.set()
+    store.drain()
+    return before, len(store.registry.match(device.keys(IDS)))
+
+
+def has_less(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
+    """Rank 1 has four blocks of six."""
+    return agree_on(ranks, device.keys(IDS[: 16 if ranks.rank else 24]))
+
+
+def differs(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
+    """Rank 1's third block is another one."""
+    ids = [*IDS[:9], 999, *IDS[10:]] if ranks.rank else IDS
+    return agree_on(ranks, device.keys(ids))
+
+
+def has_nothing(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
+    return agree_on(ranks, [] if ranks.rank else device.keys(IDS))
+
+
+def is_corrupt(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
+    """A block of rank 1 was damaged: both restore what is before it, and forget it."""
+    rows = device.take(24)
+    device.compute(IDS, rows)
+    store.save(device.kv, device.keys(IDS), rows, lambda: None)
+    store.drain()
+    blocks = store.registry.match(device.keys(IDS))
+    if ranks.rank:
+        store._pool[blocks[3].cell.offset] ^= 1
+    rows = device.take(24)
+    got = store.restored(store.restore(device.kv, found(blocks), rows, 0))
+    device.assert_holds(IDS, rows[:got])
+    return got, len(store.registry.match(device.keys(IDS))), store.check_idle()
+
+
+def park_is_damaged(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
+    parked = store.park(device.kv, device.take(8))
+    assert parked is not None
+    if ranks.rank:
+        store._pool[parked.pieces[1].cell.offset] ^= 1
+    return store.unpark(parked)
+
+
+def dies(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
+    """Rank 1 is killed in the middle of a copy."""
+    rows = device.take(24)
+    if ranks.rank:
+        store._out.submit(lambda: os.kill(os.getpid(), signal.SIGKILL), 0)
+    store.save(device.kv, device.keys(IDS), rows, lambda: None)
+    try:
+        store.drain()
+    except RankLostError:
+        return "lost"
+    return "nothing happened"
+
+
+def hangs(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
+    """Rank 1 stops for good."""
+    if ranks.rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        ranks.least([1])
+    except RankLostError:
+        return "lost"
+    return "nothing happened"
+
+
+def run(scenarios: list[str], rank: int, meeting: str, out) -> None:
+    """One after the other, each with a pool of its own; what came of each goes to `out`."""
+    ranks = GlooRanks(rank, 2, Path(meeting), timeout_s=3.0 if scenarios == ["hangs"] else 20.0)
+    for scenario in scenarios:
+        device = FakeDevice(descriptor("m"))
+        store = HostKv(64 << 10, torch.device("cpu"), ranks=ranks)
+        out.send(globals()[scenario](ranks, store, device))
+        store.close()
