@@ -690,3 +690,22 @@ def test_any_order_of_events_keeps_the_promises(script: list[tuple[Event, float]
         assert s.emitted
     forwarded = {(e.head.placement.iid, n) for n, e in enumerate(f for f in s.effects if isinstance(f, Forward))}
     assert len(s.cancels) <= len(forwarded)
+
+
+def test_the_short_way_takes_the_next_delta_of_a_stream_and_nothing_else() -> None:
+    def frame(seq: int, kind: Any = "delta", attempt: int = 0) -> Frame:
+        return Frame(rid="r", attempt=attempt, seq=seq, kind=kind, text="x")
+
+    s = Story()
+    assert not s.call.follows("i-0", "e1", frame(0))
+    s.accepted()
+    assert not s.call.follows("i-0", "e1", frame(0)), "the first token changes the phase"
+    s.frame(0)
+    for stray in (frame(0), frame(2), frame(1, "final"), frame(1, "error"), frame(1, attempt=1)):
+        assert not s.call.follows("i-0", "e1", stray)
+    assert not s.call.follows("i-1", "e1", frame(1))
+    assert not s.call.follows("i-0", "e2", frame(1))
+    assert s.call.follows("i-0", "e1", frame(1))
+    assert not s.call.follows("i-0", "e1", frame(1)), "it was counted"
+    assert [type(e) for e in s.frame(2)] == [Emit]
+    assert [type(e) for e in s.frame(3, "final")] == [Emit, Finish]

@@ -56,7 +56,7 @@ from talaria_common.errors import (
     from_info,
 )
 from talaria_common.ids import partition_of
-from talaria_common.wire import Cancel, ForwardHead, ForwardReply, Placement, RouteReply, RouteRequest, Verdict
+from talaria_common.wire import Cancel, ForwardHead, ForwardReply, Frame, Placement, RouteReply, RouteRequest, Verdict
 
 Phase = Literal["asking", "pausing", "forwarding", "waiting", "streaming", "ended"]
 _VERDICTS: dict[str, type[TalariaError]] = {
@@ -123,6 +123,23 @@ class Call:
                 return self._stop("client_gone", ClientGoneError("the client closed the connection"))
             case SlowClient(error):
                 return self._stop("slow_client", error)
+
+    def follows(self, iid: str, epoch: str, frame: Frame) -> bool:
+        """Whether `frame` is the next delta of a stream under way. It is counted then, and only to be passed on.
+
+        What `handle` would make of it, without the objects: this is asked for every token.
+        """
+        if (
+            self.phase != "streaming"
+            or frame.kind != "delta"
+            or frame.seq != self._next_seq
+            or frame.attempt != self.attempt
+            or epoch != self._epoch
+            or iid != self.iid
+        ):
+            return False
+        self._next_seq += 1
+        return True
 
     # --- asking for a place
 

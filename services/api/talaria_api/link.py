@@ -160,8 +160,7 @@ class Link:
         for effect in effects:
             match effect:
                 case Emit(frame):
-                    if not live.sink.put(frame):
-                        self.feed(live, SlowClient(SlowClientError("the client reads too slowly; the stream was cut")))
+                    if not self._pass_on(live, frame):
                         return
                 case Ask() | Forward():
                     self._start_io(live, effect)
@@ -173,6 +172,12 @@ class Link:
                 case Finish(error):
                     self._end(live)
                     live.sink.finish(error)
+
+    def _pass_on(self, live: LiveCall, frame: Frame) -> bool:
+        if live.sink.put(frame):
+            return True
+        self.feed(live, SlowClient(SlowClientError("the client reads too slowly; the stream was cut")))
+        return False
 
     def _end(self, live: LiveCall) -> None:
         self._calls.pop(live.call.facts.rid, None)
@@ -277,7 +282,11 @@ class Link:
             return
         for frame in batch.frames:
             live = self._calls.get(frame.rid)
-            if live is not None:
+            if live is None:
+                continue
+            if live.call.follows(iid, epoch, frame):
+                self._pass_on(live, frame)
+            else:
                 self._apply(live, live.call.handle(now, Arrived(iid, epoch, frame)))
         if batch.alive is not None:
             here = set(batch.alive)
