@@ -15,9 +15,11 @@ EPS_MS = 1e-6
 _NONE = PrefixState()
 Room = Callable[[float], float]
 """ms of prefill -> what would then be left beyond all protected decode; < 0: too much."""
+Rank = Callable[[Call], float]
+"""A call's priority, or more: see `ModelQueue.rank`."""
 
 
-def for_p(slot: Slot, queue: ModelQueue, ranked: Sequence[Call], batch: Batch, room: Room) -> list[str]:
+def for_p(slot: Slot, queue: ModelQueue, ranked: Sequence[Call], batch: Batch, *, room: Room, rank: Rank) -> list[str]:
     """Ordinary work that waited when the slot opened, the most urgent first.
 
     Always the call that the slot owes, and all that ran before and lost their KV: protected decode is theirs.
@@ -27,7 +29,7 @@ def for_p(slot: Slot, queue: ModelQueue, ranked: Sequence[Call], batch: Batch, r
     for call in must:
         if batch.has_room(call):
             batch.add(call)
-    return fill(batch, [call for call in calls if call not in must], room)
+    return fill(batch, [call for call in calls if call not in must], room=room, rank=rank)
 
 
 def for_sp(slot: Slot, queue: ModelQueue, prefixes: Mapping[str, PrefixState]) -> list[Call]:
@@ -47,14 +49,14 @@ def for_sp(slot: Slot, queue: ModelQueue, prefixes: Mapping[str, PrefixState]) -
     return [call for call in queue.waiting.values() if eligible(call)]
 
 
-def fill(batch: Batch, calls: Sequence[Call], room: Room) -> list[str]:
-    """Take in what fits, in order. A call that does not fit lets others of its own priority by, but none of a lower."""
-    left_out: int | None = None
+def fill(batch: Batch, calls: Sequence[Call], *, room: Room, rank: Rank) -> list[str]:
+    """Take in what fits, in order. A call that does not fit lets others of its own rank by, but none of a lower."""
+    left_out: float | None = None
     for call in calls:
-        if left_out is not None and call.priority < left_out:
+        if left_out is not None and rank(call) < left_out:
             break
         if batch.has_room(call) and room(batch.cost_ms(call)) >= -EPS_MS:
             batch.add(call)
         else:
-            left_out = call.priority if left_out is None else max(left_out, call.priority)
+            left_out = rank(call) if left_out is None else max(left_out, rank(call))
     return batch.rids

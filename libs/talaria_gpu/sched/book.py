@@ -41,7 +41,7 @@ class RoundBook:
         self.number += 1
         self.began = now
         self._served = set()
-        self._make(models, prefixes, out)
+        self._make(now, models, prefixes, out)
 
     def slot(
         self, now: float, models: Sequence[str], prefixes: Mapping[str, PrefixState], out: Mapping[str, int]
@@ -54,7 +54,7 @@ class RoundBook:
         if self.plan is None or model in self._served:
             self.begin(now, models, prefixes, out)
         elif model not in self.plan.slots:
-            self._make(models, prefixes, out)
+            self._make(now, models, prefixes, out)
         self._served.add(model)
         assert self.plan is not None
         return self.plan.slots[model]
@@ -68,17 +68,20 @@ class RoundBook:
         """A slot ended after so much SP."""
         self._sp_ms.setdefault(model, Ewma()).add(sp_ms)
 
-    def _make(self, models: Sequence[str], prefixes: Mapping[str, PrefixState], out: Mapping[str, int]) -> None:
+    def _make(
+        self, now: float, models: Sequence[str], prefixes: Mapping[str, PrefixState], out: Mapping[str, int]
+    ) -> None:
         config = self._config
         limits = Limits(config.slot_ms, config.drain_ms, config.round_limit_ms, config.t_tpot_ms, self.lossy)
-        self.plan = plan_round([self._demand(model, prefixes, out) for model in models], limits)
+        self.plan = plan_round([self._demand(now, model, prefixes, out) for model in models], limits)
 
-    def _demand(self, model: str, prefixes: Mapping[str, PrefixState], out: Mapping[str, int]) -> Demand:
+    def _demand(self, now: float, model: str, prefixes: Mapping[str, PrefixState], out: Mapping[str, int]) -> Demand:
+        musts = self._queues[model].musts(now, self._config.patience_ms)
         return Demand(
             model,
             self._estimates.decode_ms(model),
             self._estimates.to_switch_ms(model),
-            self._cost_ms(model, self._queues[model].musts(), prefixes, out),
+            self._cost_ms(model, musts, prefixes, out),
             self._cost_ms(model, self._queues[model].waiting.values(), prefixes, out) + self.sp_ms(model),
         )
 

@@ -13,9 +13,15 @@ def batch_of_p(now: float, state: State, slot: Slot) -> list[str]:
     reserve_ms = 0.0
     if state.config.ablation.sp:
         reserve_ms = min(state.book.sp_ms(slot.model), max(0.0, state.room_ms(now, slot, 0.0)) / 2)
-    queue, batch = state.queues[slot.model], state.batch(slot)
-    ranked = queue.ranked(now, state.config.patience_ms)
-    return admission.for_p(slot, queue, ranked, batch, lambda ms: state.room_ms(now, slot, ms) - reserve_ms)
+    queue, patience_ms = state.queues[slot.model], state.config.patience_ms
+    return admission.for_p(
+        slot,
+        queue,
+        queue.ranked(now, patience_ms),
+        state.batch(slot),
+        room=lambda ms: state.room_ms(now, slot, ms) - reserve_ms,
+        rank=lambda call: queue.rank(call, now, patience_ms),
+    )
 
 
 def batch_of_sp(now: float, state: State, slot: Slot) -> list[str]:
@@ -23,9 +29,15 @@ def batch_of_sp(now: float, state: State, slot: Slot) -> list[str]:
     calls = returning(state, slot)
     if not calls:
         return []
-    rank = {c.rid: i for i, c in enumerate(state.queues[slot.model].ranked(now, state.config.patience_ms))}
-    calls.sort(key=lambda call: rank[call.rid])
-    return admission.fill(state.batch(slot), calls, lambda ms: state.room_ms(now, slot, ms))
+    queue, patience_ms = state.queues[slot.model], state.config.patience_ms
+    place = {c.rid: i for i, c in enumerate(queue.ranked(now, patience_ms))}
+    calls.sort(key=lambda call: place[call.rid])
+    return admission.fill(
+        state.batch(slot),
+        calls,
+        room=lambda ms: state.room_ms(now, slot, ms),
+        rank=lambda call: queue.rank(call, now, patience_ms),
+    )
 
 
 def returning(state: State, slot: Slot) -> list[Call]:

@@ -6,8 +6,10 @@ R <= gamma·T_TTFT. What is left after switches and protected decode is for P an
 
 Both targets can be out of reach, and then the plan says which it gives up, and by how much the round grows:
 
-- `ttft`: the round has to grow beyond Eq. 5, since a model with work is never left out and each slot owes its first
-  waiting call a first token;
+- `ttft`: the round has to grow beyond Eq. 5, since a model with work is never left out, each slot owes its first
+  waiting call a first token, and a slot is worth its switch only if prefill gets as much time as that took, while so
+  much waits. (3.4: cumulative pressure pushes the round past the bound, and the instance reports it.) Without the last
+  rule switches and protected decode could fill the round, and each slot let in one call while its queue grows;
 - `tpot`: the models' decode steps together leave no time for anything else. Then decode gets half of the round, the
   same number of iterations for every model.
 
@@ -41,6 +43,11 @@ class Demand(NamedTuple):
     """Prefill and restore of what its slot must: the call that it owes a token, or all that ran and lost their KV."""
     prefill_ms: float = 0.0
     """Prefill and restore of all that waits, and of the returns that it can expect."""
+
+    @property
+    def least_ms(self) -> float:
+        """Prefill that a slot is not opened without: what it must, and what makes it worth its switch."""
+        return max(self.first_ms, min(self.prefill_ms, self.switch_ms))
 
 
 class Limits(NamedTuple):
@@ -90,7 +97,7 @@ def plan_round(demands: Sequence[Demand], limits: Limits) -> RoundPlan:
     """Plan one slot for each of `demands`, in that order."""
     switch_ms = sum(d.switch_ms for d in demands) if len(demands) > 1 else 0.0
     step_ms = sum(d.decode_ms for d in demands)
-    first_ms = sum(_lossy(d.first_ms, limits) for d in demands)
+    least_ms = sum(_lossy(d.least_ms, limits) for d in demands)
     reachable = all(d.decode_ms < limits.t_tpot_ms for d in demands)
     wanted = _wanted_ms(demands, limits, switch_ms)
     if reachable:
@@ -101,10 +108,10 @@ def plan_round(demands: Sequence[Demand], limits: Limits) -> RoundPlan:
     share = step_ms / limits.t_tpot_ms
     worth_it = switch_ms + sum(min(limits.slot_ms, d.switch_ms) for d in demands)
     if reachable and share <= _HALF:
-        round_ms = max(limits.round_ms, worth_it, (switch_ms + first_ms + step_ms) / (1 - share))
+        round_ms = max(limits.round_ms, worth_it, (switch_ms + least_ms + step_ms) / (1 - share))
         return _grown(demands, limits, switch_ms, round_ms, infeasible=("ttft",))
     t_tpot_ms = step_ms / _HALF
-    needed = max(worth_it, (switch_ms + first_ms + step_ms) / _HALF)
+    needed = max(worth_it, (switch_ms + least_ms + step_ms) / _HALF)
     missed = ("tpot",) if needed <= limits.round_ms else ("ttft", "tpot")
     round_ms = max(needed, min(wanted, limits.round_ms))
     return _grown(demands, limits._replace(t_tpot_ms=t_tpot_ms), switch_ms, round_ms, infeasible=missed)
@@ -124,12 +131,12 @@ def _wanted_ms(demands: Sequence[Demand], limits: Limits, switch_ms: float) -> f
 
 
 def _fill(demands: Sequence[Demand], limits: Limits, switch_ms: float, round_ms: float) -> RoundPlan | None:
-    """A round of exactly `round_ms`; None if protected decode and the first calls do not fit."""
+    """A round of exactly `round_ms`; None if protected decode and the least prefill do not fit."""
     count = max(1, math.ceil(round_ms / limits.t_tpot_ms - _EPS))
     for drain_ms in (limits.drain_ms, 0.0):
         decodes = [max(count, int(drain_ms / d.decode_ms)) if d.decode_ms > _EPS else count for d in demands]
         protected = [n * d.decode_ms for n, d in zip(decodes, demands, strict=True)]
-        least = [_length(d.first_ms, own, limits) for d, own in zip(demands, protected, strict=True)]
+        least = [_length(d.least_ms, own, limits) for d, own in zip(demands, protected, strict=True)]
         free = round_ms - switch_ms - sum(least)
         if free >= -_EPS:
             break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -67,7 +66,7 @@ class ModelQueue:
         """
         if len(self._priorities) <= 1:
             return None
-        rank = {rid: self._rank(call, now, patience_ms) for rid, call in self.waiting.items()}
+        rank = {rid: self.rank(call, now, patience_ms) for rid, call in self.waiting.items()}
         top = max(rank.values())
         return frozenset(rid for rid, r in rank.items() if r == top)
 
@@ -80,17 +79,27 @@ class ModelQueue:
         place = {rid: i for i, rid in enumerate(self.waiting)}
 
         def key(call: Call) -> tuple[float, float, int]:
-            rank = self._rank(call, now, patience_ms)
+            rank = self.rank(call, now, patience_ms)
             deadline = call.deadline or math.inf
             return (-rank, 0.0 if rank == math.inf else deadline, place[call.rid])
 
         return sorted(self.waiting.values(), key=key)
 
-    def musts(self) -> list[Call]:
-        """What its next slot has to prefill: the retracted calls, or else the first one that waits."""
-        return [self.waiting[rid] for rid in self.waiting if rid in self._retracted] or list(
-            itertools.islice(self.waiting.values(), 1)
-        )
+    def owed(self, now: float, patience_ms: float) -> Call | None:
+        """The call that the next slot owes its first token: the most urgent that never ran.
+
+        While there are calls that ran and lost their KV, which come back in anyhow, only one that is overdue: so that
+        those, and returns that go by, do not keep a new session out for ever. None: there is none.
+        """
+        for call in self.ranked(now, patience_ms):
+            if call.rid not in self._retracted:
+                return call if not self._retracted or self._overdue(call, now, patience_ms) else None
+        return None
+
+    def musts(self, now: float, patience_ms: float) -> list[Call]:
+        """What its next slot has to prefill: the retracted calls, and the one that it owes."""
+        owed = self.owed(now, patience_ms)
+        return [self.waiting[rid] for rid in self.waiting if rid in self._retracted] + ([owed] if owed else [])
 
     def was_retracted(self, rid: str) -> bool:
         """Whether a waiting call ran before."""
@@ -100,9 +109,14 @@ class ModelQueue:
         """The first in line among `admit`."""
         return next((rid for rid in self.waiting if admit is None or rid in admit), None)
 
-    def _rank(self, call: Call, now: float, patience_ms: float) -> float:
-        overdue = (now - call.arrival) * 1000 >= patience_ms
+    def rank(self, call: Call, now: float, patience_ms: float) -> float:
+        """A waiting call's priority; beyond every priority if it has waited for `patience_ms` or ran before."""
+        overdue = self._overdue(call, now, patience_ms)
         return math.inf if overdue or call.rid in self._retracted else call.priority
+
+    @staticmethod
+    def _overdue(call: Call, now: float, patience_ms: float) -> bool:
+        return (now - call.arrival) * 1000 >= patience_ms
 
     def _retract(self, rids: list[str]) -> None:
         if not rids:

@@ -72,8 +72,8 @@ def switched(now: float, state: State, message: Switched) -> None:
     state.estimates.switch(model, switch_ms)
     state.fresh.clear()
     queue = state.queues[model]
-    first = next(iter(queue.ranked(now, state.config.patience_ms)), None)
-    state.slot = slot = Slot(model, now, switch_ms, owed=first.rid if first else None, mark=now if queue else None)
+    owed = queue.owed(now, state.config.patience_ms)
+    state.slot = slot = Slot(model, now, switch_ms, owed=owed.rid if owed else None, mark=now if queue else None)
     if state.next_other() is None:
         state.book.alone()
     else:

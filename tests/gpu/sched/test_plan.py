@@ -44,8 +44,9 @@ def test_a_plan_keeps_eq_4_and_5_or_says_so(ask: list[Demand], bounds: Limits) -
         assert slot.decodes >= 1
         assert slot.decode_ms == pytest.approx(slot.decodes * d.decode_ms)
         # Liveness: what the slot owes fits beside all protected decode, and beside what it has to earn.
-        earned = max(slot.decode_ms, d.first_ms) if bounds.lossy else slot.decode_ms
-        assert slot.length_ms + 1e-3 >= d.first_ms + earned
+        least = max(d.first_ms, min(d.switch_ms, d.prefill_ms))
+        earned = max(slot.decode_ms, least) if bounds.lossy else slot.decode_ms
+        assert slot.length_ms + 1e-3 >= least + earned
         if "tpot" not in plan.infeasible:
             rest = plan.round_ms - slot.decodes * d.decode_ms
             assert slot.decodes * (bounds.t_tpot_ms - d.decode_ms) + 1e-3 >= rest  # Eq. 4
@@ -55,14 +56,19 @@ def test_a_plan_keeps_eq_4_and_5_or_says_so(ask: list[Demand], bounds: Limits) -
 
 @given(demands(), limits)
 def test_nothing_is_given_up_without_need(ask: list[Demand], bounds: Limits) -> None:
-    """A target is missed only if even the longest round that Eq. 5 allows cannot hold what is owed and protected."""
+    """A target is missed only if even the longest round that Eq. 5 allows cannot hold what is owed and protected.
+
+    What is owed is at least as much prefill as the switch took, if so much waits.
+    """
     plan = plan_round(ask, bounds)
     if not plan.infeasible:
         return
     switches = sum(d.switch_ms for d in ask) if len(ask) > 1 else 0.0
     count = max(1, -(-bounds.round_ms // bounds.t_tpot_ms))
+    least = {d.model: max(d.first_ms, min(d.switch_ms, d.prefill_ms)) for d in ask}
     owed = sum(
-        d.first_ms + (max(count * d.decode_ms, d.first_ms) if bounds.lossy else count * d.decode_ms) for d in ask
+        least[d.model] + (max(count * d.decode_ms, least[d.model]) if bounds.lossy else count * d.decode_ms)
+        for d in ask
     )
     unreachable = any(d.decode_ms >= bounds.t_tpot_ms for d in ask)
     assert unreachable or switches + owed > bounds.round_ms - 1e-3
@@ -101,6 +107,20 @@ def test_who_asks_for_more_gets_more() -> None:
 def test_what_cannot_hold_is_named(decode_ms: float, switch_ms: float, first_ms: float, said: tuple[str, ...]) -> None:
     ask = [Demand(m, decode_ms, switch_ms, first_ms, first_ms) for m in "ab"]
     assert plan_round(ask, Limits(2000, 0, 9000, 100, False)).infeasible == said
+
+
+def test_a_queue_pushes_the_round_past_its_bound_rather_than_be_served_a_call_a_switch() -> None:
+    """Switches of 1.5 s, decode of 20 ms and ten calls of 300 ms that wait for each of three models.
+
+    In 9 s switches (4.5) and decode (5.4 s at a token every 100 ms) leave nothing to the queues, which would grow.
+    """
+    few = [Demand(m, 20.0, 1500.0, 50.0, 50.0) for m in "abc"]
+    many = [Demand(m, 20.0, 1500.0, 300.0, 3000.0) for m in "abc"]
+    assert plan_round(few, Limits(2000, 0, 9000, 100, False)).round_ms <= 9700
+    plan = plan_round(many, Limits(2000, 0, 9000, 100, False))
+    assert "ttft" in plan.infeasible
+    assert all(slot.prefill_ms >= 1500 - 1e-6 for slot in plan.slots.values())
+    assert plan.round_ms < 20_000
 
 
 def test_without_the_tpot_target_decode_gets_half_of_the_round() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from talaria_gpu.sched.ablation import NAMES, Ablation
+from talaria_gpu.sched.ablation import NAMES, Ablation, Name
 from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.sched.messages import Phase, Turn
 from tests.gpu.sched.toy import Job, Toy
@@ -127,6 +127,31 @@ def test_a_new_session_waits_for_p_though_returns_go_by_and_no_longer_than_a_rou
     assert 300 < toy.first_ms["n"] < 60 + 2 * (300 + 300 + 20)
 
 
+@given(
+    every=st.integers(15, 120),
+    prompt=st.integers(12, 200),
+    tokens=st.integers(1, 80),
+    large=st.integers(1, 900),
+    t_ttft_ms=st.sampled_from([200.0, 1500.0, 10_000.0]),
+    suspends=st.booleans(),
+)
+@settings(max_examples=15, deadline=None)
+def test_a_new_session_s_wait_is_bounded_while_returns_keep_coming(  # noqa: PLR0917 - one argument a strategy
+    every: int, prompt: int, tokens: int, large: int, t_ttft_ms: float, suspends: bool
+) -> None:
+    """Whatever the load: once overdue, each slot of its model lets it in, or one that came before it and is, too."""
+    config = SlotConfig(slot_ms=100.0, t_ttft_ms=t_ttft_ms, t_tpot_ms=30.0, patience_ms=400.0, suspends=suspends)
+    returns = [
+        Job(f"a{i}", "a", every * i, prompt=prompt, tokens=tokens, cached=prompt - 10, back=True) for i in range(1, 40)
+    ]
+    new = Job("n", "a", 5 * every + 1, prompt=large, tokens=2)
+    toy = Toy(("a", "b"), config, [Job("b0", "b", 1, tokens=3000), new, *returns], switch_ms=10)
+    toy.work()
+    overdue_ms = new.at_ms + config.patience_ms
+    slots = sum(overdue_ms < ms < toy.first_ms["n"] for ms, model in toy.opened if model == "a")
+    assert slots <= 6, f"{slots} slots went by"
+
+
 def test_what_p_had_no_room_for_may_enter_through_sp_and_is_counted() -> None:
     """P is full after the first; the call whose prefix is there gets in as soon as decode has freed time."""
     config = SlotConfig(slot_ms=200.0, t_ttft_ms=600.0, t_tpot_ms=30.0, suspends=True)
@@ -181,6 +206,30 @@ def test_two_models_with_one_session_each_do_not_thrash() -> None:
 
 
 DECODE = 10
+
+
+@given(
+    switch_ms=st.sampled_from([50, 300, 1500]),
+    gap=st.integers(1, 400),
+    turns=st.integers(2, 12),
+    slot_ms=st.sampled_from([50.0, 300.0, 2000.0]),
+    name=st.sampled_from(NAMES),
+)
+@settings(max_examples=40, deadline=None)
+def test_two_models_share_the_device_without_thrashing(
+    switch_ms: int, gap: int, turns: int, slot_ms: float, name: Name
+) -> None:
+    """Two models with sessions of quick turns: every slot runs something, and there are no more slots than turns."""
+    jobs = [
+        Job(f"{m}{i}", m, (gap + 60) * i, prompt=40, tokens=6, cached=30, back=i > 0)
+        for m in "ab"
+        for i in range(turns)
+    ]
+    toy = Toy(("a", "b"), SlotConfig(slot_ms=slot_ms, ablation=Ablation.named(name)), jobs, switch_ms=switch_ms)
+    toy.work()
+    assert all(over.prefills + over.decodes for over in toy.overs)
+    assert all(x != y for x, y in itertools.pairwise(toy.switches))
+    assert len(toy.switches) <= 2 * turns
 
 
 def test_dfin_comes_when_nothing_more_fits_and_defers() -> None:

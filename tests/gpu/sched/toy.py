@@ -7,6 +7,7 @@ One prompt token takes 1 ms to prefill, one decode step 10 ms.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 
 from talaria_gpu.engine.contract import PrefixState, StepResult, StepTokens
@@ -97,6 +98,8 @@ class Toy:
     first_ms: dict[str, float] = field(default_factory=dict)
     """Of the first token, ms after START."""
     switches: list[str] = field(default_factory=list)
+    opened: list[tuple[float, str]] = field(default_factory=list)
+    """(ms, model) of each slot's beginning."""
     overs: list[SlotOver] = field(default_factory=list)
     sps: list[frozenset[str]] = field(default_factory=list)
     steps: int = 0
@@ -114,6 +117,10 @@ class Toy:
         self.arrived_in: dict[str, int] = {}
         """Rid -> number of the slot that was open for its model when it came; its prefix is cached only there."""
         self.started: set[str] = set()
+        self.batch: frozenset[str] = frozenset()
+        """The batch under way."""
+        self.place: dict[str, int] = {}
+        """Rid -> its place among all arrivals."""
         self.slot = Slot(self.active, self.now, 0) if self.active else None
         self.passed_over: dict[str, list[str]] = {}
         """Model with work and no slot -> the models that got slots meanwhile."""
@@ -134,6 +141,7 @@ class Toy:
             job = self.todo.pop(0)
             self.wait[job.model].append(job.rid)
             self.left[job.rid] = job.tokens
+            self.place[job.rid] = len(self.place)
             self.arrived_in[job.rid] = self.slot.number if self.slot and self.slot.model == job.model else -1
             self.todo_tokens[job.rid] = job.prompt - self._cached(job.rid)
             assert self.core.handle(self.now, Arrived(job.call())) == []
@@ -221,6 +229,31 @@ class Toy:
             assert admit <= slot.waited | self.started, "P takes what waited when the slot opened"
         elif admit:
             raise AssertionError(f"{phase} admits {admit}")
+        if phase in {Phase.P, Phase.SP} and not (admit and admit <= self.batch):  # a batch is chosen once
+            self._check_order(phase, admit)
+        self.batch = admit or frozenset()
+
+    def _check_order(self, phase: Phase, admit: frozenset[str]) -> None:
+        """Nobody is let in before a more urgent one that may enter, too: neither of a lower priority nor of a later
+        deadline, if that one would have fitted alone. Those that ran before and the one that is owed a token go first.
+        """
+        slot = self.slot
+        assert slot
+        pool = self._eligible() if phase is Phase.SP else {r for r in self.wait[slot.model] if r in slot.waited}
+        chosen = [r for r in admit if r not in self.started and r != self.core._state.slot.owed]
+        for out in pool - admit - self.started:
+            for rid in chosen:
+                assert self._urgency(rid)[0] >= self._urgency(out)[0], f"{rid} before {out}"
+        best = max(pool - self.started, key=self._urgency, default=None)
+        if chosen and best is not None and best not in admit and not self.chunk:
+            must = frozenset(admit) - set(chosen)
+            assert not self._fits(must | {best}), f"{best} was passed by"
+
+    def _urgency(self, rid: str) -> tuple[float, float, float]:
+        job = self.by_rid[rid]
+        overdue = (self.now - START) * 1000 - job.at_ms >= self.config.patience_ms
+        deadline = math.inf if job.deadline_ms is None or overdue else job.deadline_ms
+        return (math.inf if overdue else job.priority, -deadline, -self.place[rid])
 
     def _check_sp(self, rid: str) -> None:
         slot, job = self.slot, self.by_rid[rid]
@@ -258,6 +291,7 @@ class Toy:
         assert over.active_ms <= (self.now - slot.opened) * 1000 + 1e-3
         assert over.sp_admitted <= over.admitted
         assert over.sp_deferred <= over.deferred
+        assert over.prefills + over.decodes or over.linger_ms or slot.ended, "a slot did nothing"
         if over.reason == "budget" and not self.chunk:
             self._check_length(over)
         self.overs.append(over)
@@ -287,6 +321,7 @@ class Toy:
                 assert len(seen) == len(set(seen)), f"{other} waits while {seen} had slots"
         self.now += self.switch_ms / 1000
         self.switches.append(model)
+        self.opened.append(((self.now - START) * 1000, model))
         self.core.handle(self.now, Switched(model, self.switch_ms))
         self.slot = Slot(model, self.now, len(self.switches), waited=set(self.wait[model]))
         self._others()
@@ -403,7 +438,7 @@ class Toy:
         cost = core.estimates.prefill_ms(slot.model, sum(max(1, self._todo(r)) for r in batch))
         decode_ms = core.estimates.decode_ms(slot.model)
         protected = max(0, plan.decodes - core._state.slot.decoded) * decode_ms
-        if not self.config.suspends:
+        if not (self.config.suspends and self.config.ablation.hkvr):
             protected = max(protected, core._state.slot.lost_ms + cost)
         return (end - self.now) * 1000 - cost - protected >= -_EPS
 
