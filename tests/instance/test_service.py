@@ -56,6 +56,8 @@ async def test_a_call_is_answered(pair):
     labels = {"model": "alpha", "finish": "length"}
     assert instance.registry.get_sample_value("talaria_instance_calls_total", labels) == 1
     assert instance.registry.get_sample_value("talaria_instance_tokenise_seconds_count", {"where": "loop"}) == 1
+    for spent in ("engine", "scheduler"):  # with the next heartbeats
+        await until(lambda s=spent: instance.registry.get_sample_value(f"talaria_instance_{s}_seconds") > 0)
 
 
 async def test_concurrent_calls_of_two_models_stay_apart(pair):

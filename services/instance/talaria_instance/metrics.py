@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from talaria_common.metrics import Metrics
 from talaria_common.wire import Event, ForwardReply, TokenBatch
+from talaria_gpu.engine.ipc import Status
 
 
 class InstanceMetrics:
@@ -23,7 +24,14 @@ class InstanceMetrics:
         self.frames = metrics.tally("frames", "Frames in token batches")
         self.lost = metrics.counter("publish_errors", "Messages that the bus refused, by kind", ["kind"])
         self.switching = metrics.counter("switch_seconds", "Time spent in model switches, by target", ["model"])
+        self.scheduling = metrics.gauge("scheduler_seconds", "Time that the engine process has spent deciding")
+        self.stepping = metrics.gauge("engine_seconds", "Time that it has spent in steps and switches")
         self.tokenising = metrics.histogram("tokenise_seconds", "From body to token ids, waiting included", ["where"])
+
+    def spent(self, status: Status) -> None:
+        """Where the engine process's time went, as its heartbeat says."""
+        self.scheduling.set(status.scheduler_ms / 1000)
+        self.stepping.set(status.engine_ms / 1000)
 
     def observe(self, message: object) -> None:
         """Count a message that goes out."""

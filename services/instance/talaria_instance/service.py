@@ -212,6 +212,8 @@ class InstanceService:
 
     def _beat(self) -> None:
         self._feed(m.Tick(self.supervisor.cpu_s()))
+        if self.core.engine.status is not None:
+            self._metrics.spent(self.core.engine.status)
 
     async def _presence(self) -> None:
         """Keep our entry in the presence bucket; written anew after every reconnect, retried until it stands."""
