@@ -89,6 +89,12 @@ def test_every_metric_is_one_that_results_have(name: str) -> None:
                 assert metric(summary, path) is not None, f"{e.id}: {path}"
 
 
+def test_where_prediction_and_paper_part_is_said() -> None:
+    for e in spec.load("paper").experiments:
+        assert e.why or e.kind == "shape", e.id
+        assert e.metrics or e.paper
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["paper", "beyond"])

@@ -20,8 +20,6 @@ from talaria_replay.sim.profiles import (
 )
 
 GIB = float(1 << 30)
-CHUNK_BYTES = 4 << 20
-"""A staging chunk on one GPU, as in `[[instances]] staging_chunk_mib`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +62,13 @@ def times(model: Model, hw: Hardware, calibration: CalibrationName) -> Times:
         if model.roofline is None:
             raise ProfileError(f"model {model.name}: it has no [roofline]")
         return _roofline(model.roofline, model, hw)
-    points = model.aic.get(hw.name)
+    tables = model.measured if calibration == "measured" else model.aic
+    points = tables.get(hw.name)
     if points is None:
-        raise ProfileError(f"model {model.name}: no [aic.{hw.name}]; there is {', '.join(model.aic) or 'none'}")
+        kind = "measured" if calibration == "measured" else "aic"
+        raise ProfileError(f"model {model.name}: no [{kind}.{hw.name}]; there is {', '.join(tables) or 'none'}")
     d0, d1, d2 = fit([((1.0, b, c), ms) for b, c, ms in parse_decode(points)])
-    if calibration == "aic":
+    if calibration != "paper":
         p0, p1, p2 = fit([((1.0, n, n * (c + n / 2)), ms) for c, n, ms in parse_prefill(points)])
         return Times(p0, p1, p2, d0, d1, d2, source=points.source)
     if model.paper is None:
@@ -110,6 +110,8 @@ def buffer_bytes(hw: Hardware) -> int:
 
 def kv_capacity_tokens(model: Model, hw: Hardware) -> int:
     """Tokens of KV beside the model's weights. Raises ProfileError when not even the weights fit."""
+    if model.kv_tokens is not None:
+        return model.kv_tokens
     room = buffer_bytes(hw) - model.weight_gb * 1e9
     room -= model.max_running * model.state_mb_per_sequence * 1e6
     tokens = int(room / (model.kv_bytes_per_token * copies(model, hw)))
@@ -147,9 +149,10 @@ class ProfiledDevice:
             staging=staging,
             host_bytes=int((hw.host_gib if host_gib is None else host_gib) * GIB),
             h2d_bytes_per_s=hw.gpus * hw.h2d_gb_s * 1e9,
-            d2h_bytes_per_s=hw.gpus * hw.h2d_gb_s * 1e9,
+            d2h_bytes_per_s=hw.gpus * (hw.kv_gb_s or hw.h2d_gb_s) * 1e9,
+            kv_bytes_per_s=hw.gpus * hw.kv_gb_s * 1e9 or None,
             buffer_bytes=buffer_bytes(hw),
-            chunk_bytes=hw.gpus * CHUNK_BYTES,
+            chunk_bytes=int(hw.gpus * hw.staging_chunk_mib * (1 << 20)),
             block_tokens=block_tokens,
         )
         self.times = {name: times(m, hw, calibration) for name, m in models.items()}

@@ -2,7 +2,7 @@
 
 A profile is TOML: `hardware/NAME.toml` describes one GPU group (an instance's device), `models/NAME.toml` one model.
 The shipped ones are in `talaria_replay/profiles`; a path to a file of one's own does as well. A model's file may hold
-three kinds of timing; `CALIBRATIONS` says what each is worth.
+several kinds of timing; `CALIBRATIONS` says what each is worth.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-CalibrationName = Literal["paper", "aic", "roofline"]
+CalibrationName = Literal["paper", "aic", "measured", "roofline"]
 CALIBRATIONS: dict[str, str] = {
     "paper": "component figures that the paper itself gives (recompute TTFT of two prefix lengths); decode from aic",
     "aic": "operator tables measured by NVIDIA, composed by aiconfigurator-core 0.12.0: estimates, not measurements",
+    "measured": "times measured on the hardware that is simulated, as the model's file says how",
     "roofline": "floating-point and bandwidth limits at stated efficiencies: an estimate for models without tables",
 }
 
@@ -58,6 +59,10 @@ class Hardware(_Table, frozen=True):
     """Per GPU, dense; for roofline."""
     hbm_tb_s: float = 0.0
     """Per GPU; for roofline."""
+    kv_gb_s: float = 0.0
+    """Per GPU: a link of its own for KV; 0: it shares the other."""
+    staging_chunk_mib: float = 4.0
+    """A staging chunk on one GPU, as in `[[instances]]`."""
 
 
 class Points(_Table, frozen=True):
@@ -104,8 +109,12 @@ class Model(_Table, frozen=True):
     """KV tensors on each GPU: K and V of each attention layer, or its latent."""
     state_mb_per_sequence: float = 0.0
     """Recurrent state, on top of the KV."""
+    kv_tokens: int | None = None
+    """KV capacity where it is configured; None: what the buffer leaves."""
     aic: dict[str, Points] = {}
     """By hardware."""
+    measured: dict[str, Points] = {}
+    """The same."""
     paper: Points | None = None
     roofline: Roofline | None = None
 

@@ -55,6 +55,7 @@ def slot_config(scenario: Scenario) -> SlotConfig:
     return SlotConfig(
         slot_ms=scenario.slot_ms,
         drain_ms=scenario.drain_ms,
+        patience_ms=scenario.patience_s * 1000,
         t_ttft_ms=scenario.t_ttft_s * 1000,
         gamma=scenario.gamma,
         t_tpot_ms=scenario.t_tpot_ms,

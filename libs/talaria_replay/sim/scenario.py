@@ -80,6 +80,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     slot_ms: float = 2000.0
     drain_ms: float = 0.0
     t_tpot_ms: float = 100.0
+    patience_s: float = 10.0
     page_tokens: int = 64
     kv_block_tokens: int = 64
     host_gib: float | None = None

@@ -66,6 +66,8 @@ class Substrate:
     """Staging chunk in one segment."""
     block_tokens: int = 64
     """Tokens of a block of host KV."""
+    kv_bytes_per_s: float | None = None
+    """Host to device on a link of KV's own; None: it shares that of the weights."""
 
 
 class Device(Protocol):

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from talaria_gpu.engine.contract import CacheSource, EngineCall, ModelLoad, StepTokens
 from talaria_gpu.engine.sim.device import Part
 from talaria_gpu.engine.sim.prefix import ID_BYTES, Node, PageCode, PrefixCache, depth
-from talaria_gpu.engine.sim.tokens import logprob_at, pack_ids, seed_of, token_at
+from talaria_gpu.engine.sim.tokens import logprob_at, pack_ids, seed_of, token_at, tokens_at
 
 DECODE_RESERVE_TOKENS = 512
 """Rows an admission leaves for the call's own decode; beyond it decode takes what there is, or retracts."""
@@ -97,7 +97,7 @@ class SimCall:
     def emit_many(self, count: int) -> StepTokens:
         """Its next `count` tokens at once; it has no stop token and wants no log probabilities, and needs so many."""
         position = len(self.out)
-        tokens = [token_at(self.seed, n) for n in range(position, position + count)]
+        tokens = tokens_at(self.seed, position, count)
         self.out.extend(tokens)
         done = position + count >= self.call.sampling.max_new_tokens
         return self._tokens(tokens, "length" if done else "")

@@ -33,7 +33,9 @@ class SimSubstrate:
     ) -> None:
         self._device, self._figures, self._specs, self._pools = device, figures, specs, pools
         self._h2d = Link(figures.h2d_bytes_per_s, now, KV, WEIGHTS)
-        self.host = SimHost(figures, specs, pools, page_tokens, self._h2d, now) if figures.hkvr else None
+        own = figures.kv_bytes_per_s
+        kv = self._h2d if own is None else Link(own, now, KV)
+        self.host = SimHost(figures, specs, pools, page_tokens, kv, now) if figures.hkvr else None
         """None: a switch forgets all KV."""
         self.staging: Staging | None = None
         """The staging under way."""

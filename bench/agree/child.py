@@ -1,0 +1,123 @@
+"""Component figures of one real engine, in a process of its own: `python -m bench.agree.child JOB.json ANSWER.json`."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.ablation.child import CHUNK, build
+from bench.ablation.job import Job
+from bench.ablation.models import VOCAB
+from bench.ablation.sessions import FIRST_ID
+from talaria_gpu.engine.contract import EngineCall, Sampling, SwitchTiming
+
+PROMPTS = (256, 1024, 4096, 8192)
+REPEATS = 2
+BATCHES = ((1, 512), (1, 6000), (4, 1024), (8, 2048), (8, 5000))
+"""(calls, context of each) of the decode steps that are measured."""
+STEPS = 12
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """Of one model."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_capacity_tokens: int
+    prefill: list[tuple[int, int, float]]
+    """(cached, new, ms) of single steps."""
+    decode: list[tuple[int, int, float]]
+    """(batch, context of each, ms) of single iterations."""
+
+
+class Components(msgspec.Struct, kw_only=True):
+    """Of the engine."""
+
+    buffer_bytes: int
+    models: dict[str, Measured]
+    switches: list[SwitchTiming]
+    """Of an idle engine: some with nothing staged, some with everything."""
+
+
+def measure(engine: Any) -> Components:
+    """All of it; the engine has no calls before and none after."""
+    rng = random.Random(1)
+    models: dict[str, Measured] = {}
+    switches: list[SwitchTiming] = []
+    names = list(engine.models())
+    for name, info in engine.models().items():
+        switches.append(engine.switch(name))
+        _prefill(engine, name, 64, rng)  # warm
+        models[name] = Measured(
+            weight_bytes=info.weight_bytes,
+            kv_bytes_per_token=info.kv_bytes_per_token,
+            kv_capacity_tokens=info.kv_capacity_tokens,
+            prefill=_best(step for n in PROMPTS for _ in range(REPEATS) for step in _prefill(engine, name, n, rng)),
+            decode=[(batch, context, _decode(engine, name, batch, context, rng)) for batch, context in BATCHES],
+        )
+    for name in names * 2:
+        if name == engine.active:
+            continue
+        engine.stage(name)
+        deadline = time.monotonic() + 60
+        while engine.stager is not None and not engine.stager.chunks.is_complete and time.monotonic() < deadline:
+            time.sleep(0.01)
+        switches.append(engine.switch(name))
+    return Components(buffer_bytes=engine.buffer_bytes, models=models, switches=switches[1:])
+
+
+def _best(steps: Any) -> list[tuple[int, int, float]]:
+    found: dict[tuple[int, int], float] = {}
+    for cached, new, ms in steps:
+        found[cached, new] = min(ms, found.get((cached, new), ms))
+    return [(cached, new, ms) for (cached, new), ms in found.items()]
+
+
+def _submit(engine: Any, name: str, length: int, new: int, rng: random.Random) -> None:
+    ids: Sequence[int] = [rng.randrange(FIRST_ID, VOCAB) for _ in range(length)]
+    sampling = Sampling(max_new_tokens=new, temperature=0.0, ignore_eos=True)
+    rid = f"{rng.getrandbits(64):x}"
+    engine.submit(EngineCall(rid=rid, model=name, input_ids=ids, sampling=sampling))
+
+
+def _prefill(engine: Any, name: str, length: int, rng: random.Random) -> list[tuple[int, int, float]]:
+    """The steps of one prompt; nothing of it is cached."""
+    _submit(engine, name, length, 1, rng)
+    steps, done = [], 0
+    while engine.has_unfinished(name):
+        result = engine.step(None)
+        if result.kind == "prefill":
+            new = min(CHUNK, length - done)
+            steps.append((done, new, result.wall_ms))
+            done += new
+    return steps
+
+
+def _decode(engine: Any, name: str, batch: int, context: int, rng: random.Random) -> float:
+    for _ in range(batch):
+        _submit(engine, name, context, STEPS + 4 * batch, rng)
+    while engine.waiting(name):
+        engine.step(None)
+    took: list[float] = [engine.step(None).wall_ms for _ in range(STEPS)]
+    while engine.has_unfinished(name):
+        engine.step(None)
+    return statistics.median(took)
+
+
+def main() -> None:
+    """Do the job."""
+    asked, answer = Path(sys.argv[1]), Path(sys.argv[2])
+    engine = build(msgspec.json.decode(asked.read_bytes(), type=Job))
+    answer.write_bytes(msgspec.json.encode(measure(engine)))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
