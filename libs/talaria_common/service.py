@@ -32,6 +32,7 @@ from talaria_common.errors import BusError
 from talaria_common.ids import new_epoch
 from talaria_common.observability import ObservabilityServer
 from talaria_common.settings import Settings
+from talaria_common.tasks import end
 
 log = structlog.get_logger(__name__)
 
@@ -104,9 +105,7 @@ class Process:
 
     async def end(self) -> None:
         """Cancel what `spawn` started, and close what `observe` opened."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(list(self._tasks))
         await self._cleanup.aclose()
         self.failed.cancel()
 
@@ -136,7 +135,7 @@ def run(main: Main, name: str, settings: Settings) -> int:
         return runner.run(_supervise(main, name, settings))
 
 
-def _spare_the_collector() -> None:
+def spare_the_collector() -> None:
     """Let the cyclic collector leave alone what lives as long as the process, and look at the rest less often.
 
     Calls leave hardly any cycles, and most of what it would walk through again and again are modules and classes.
@@ -148,7 +147,7 @@ def _spare_the_collector() -> None:
 
 async def _supervise(main: Main, name: str, settings: Settings) -> int:
     process = Process(name, settings)
-    _spare_the_collector()
+    spare_the_collector()
     logs.setup(name, settings.log, epoch=process.epoch)
     _catch_signals(process.stop)
     log.info("starting", pid=os.getpid())

@@ -41,7 +41,7 @@ def long_way(rig: Rig, session: str, prompt_tokens: int) -> list[tuple[float, in
         place = place_of(instance, instance.models[M], state.overlay, state.profiles, state.config.budget_ms / 2)
         candidate = candidate_of(call, place, call.prefix_tokens)
         well = state.cluster.health(iid, rig.now) == "ok" and not place.unready
-        if well and not check(call, candidate, place, state.config):
+        if well and not check(call, candidate, place, state.config.budget_ms):
             found.append((candidate.total_ms, candidate.calls, iid))
     return sorted(found)
 
@@ -86,7 +86,7 @@ def test_few_are_looked_at_when_many_are_alike():
     rig.placed("warm")
     seen: list[str] = []
     ranker = rig.state.ranker
-    board = ranker._boards.of(M)
+    board = ranker.boards.of(M)
 
     class Watched(dict):  # type: ignore[type-arg]
         def __getitem__(self, iid: str) -> Any:
@@ -102,8 +102,26 @@ def test_the_heartbeat_of_an_idle_instance_changes_no_place():
     rig = Rig()
     rig.view(rig.snapshot("a"), full=True)
     rig.placed()
-    rig.state.ranker._boards.of(M)
+    boards = rig.state.ranker.boards
+    before = boards.of(M).places["a"]
     rig.view(rig.snapshot("a"))
-    assert not rig.state.cluster.changed
+    assert boards.of(M).places["a"] is before
     rig.view(rig.snapshot("a", (model(running=1),)))
-    assert rig.state.cluster.changed == {"a"}
+    assert boards.of(M).places["a"].calls == before.calls + 1
+
+
+def test_a_board_is_brought_up_to_date_when_nobody_waits_but_only_if_it_is_used():
+    rig = Rig()
+    both = (model(), model("other"))
+    rig.view(rig.snapshot("a", both), full=True)
+    p = rig.placed()
+    rig.placed(model="other")
+    boards = rig.state.ranker.boards
+    rig.complete(p)
+    used, other = boards._boards[M], boards._boards["other"]
+    assert not used.dirty
+    assert other.dirty == {"a"}, "the next call of that model finds out"
+    rig.view(rig.snapshot("a", (model(running=1), model("other"))))
+    assert not boards._boards[M].dirty | boards._boards["other"].dirty
+    rig.view(rig.snapshot("a", (model(running=2), model("other"))))
+    assert boards._boards[M].dirty == boards._boards["other"].dirty == {"a"}, "nobody asked since the last view"

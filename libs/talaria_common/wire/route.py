@@ -48,7 +48,7 @@ class RouteRequest(Wire, frozen=True, kw_only=True):
     """The api understands `RouteReply.queued`: asks that wait get it as a sign of life."""
 
 
-class Fence(Wire, frozen=True, kw_only=True):
+class Fence(Wire, frozen=True, kw_only=True, gc=False):
     """Compared within its partition: an instance refuses a command whose owner revision or attempt is behind."""
 
     partition: Int
@@ -98,7 +98,7 @@ class RouteReply(Wire, frozen=True, kw_only=True):
     queued: Queued | None = None
 
 
-class CandidateCost(Wire, frozen=True, kw_only=True):
+class CandidateCost(Wire, frozen=True, kw_only=True, gc=False):
     """One candidate's Eq. 1 terms, in ms, in decision events and for `talaria explain`."""
 
     iid: str

@@ -31,33 +31,25 @@ class Demand:
     reserved_returns: int = 0
 
 
-def check(call: Call, candidate: Candidate, place: Place, config: RouterConfig) -> str:
+def check(call: Call, candidate: Candidate, place: Place, budget_ms: float) -> str:
     """Why `candidate` must not take the call, "" if it may. Health and exclusion were checked before."""
-    if too_long(call, place.model):
+    if call.prompt_tokens > place.longest:
         return "context"
     if place.full:
         return "queue"
-    return "round" if candidate.measured and excess_ms(candidate, config) > 0 else ""
+    if candidate.floor_ms + candidate.own_ms <= budget_ms or not candidate.measured:
+        return ""
+    return "round" if excess_ms(candidate, budget_ms) > 0 else ""
 
 
-def excess_ms(candidate: Candidate, config: RouterConfig) -> float:
+def excess_ms(candidate: Candidate, budget_ms: float) -> float:
     """By how much the predicted round would pass the budget (Eq. 5); negative: it fits.
 
     Half of the budget at most is kept for the call's own prefill: a prompt too long for the target even on an idle
     instance is served late rather than never. Half at most goes to leases: those who might return must not lock out
     those who are here.
     """
-    budget = config.budget_ms
-    return candidate.floor_ms + min(candidate.own_ms, budget / 2) - budget
-
-
-def too_long(call: Call, model: ModelState) -> bool:
-    """HBM: prompt and completion can never fit the model's KV pool or context there. An estimate, not a proof."""
-    need = call.prompt_tokens + 1
-    return bool(
-        (model.kv_capacity_tokens and need > model.kv_capacity_tokens)
-        or (model.context_tokens and need > model.context_tokens)
-    )
+    return candidate.floor_ms + min(candidate.own_ms, budget_ms / 2) - budget_ms
 
 
 def replica_gain_ms(demand: Demand, best_wait_ms: float | None, own_wait_ms: float, config: RouterConfig) -> float:

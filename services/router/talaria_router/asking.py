@@ -88,7 +88,7 @@ def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
     state, now, request = turn.state, turn.now, case.ask.request
     if _limited(turn, case):
         return
-    entry = state.entry(case.key, case.partition)
+    entry = case.entry = state.entry(case.key, case.partition)
     lease = "none"
     if entry is not None:
         if entry.away_since > 0:
@@ -124,7 +124,8 @@ def room(turn: Turn) -> None:
         if state.fairness.limited(request.tenant) is not None:
             queue = {rid: q for rid, q in queue.items() if q.case.ask.request.tenant != request.tenant}
             continue
-        ranking = _rank(state, turn.now, request, state.entry(w.case.key, w.case.partition))
+        w.case.entry = state.entry(w.case.key, w.case.partition)
+        ranking = _rank(state, turn.now, request, w.case.entry)
         if _opens(turn, request.model, ranking):
             w.why = "open"
             queue = {rid: q for rid, q in queue.items() if q.case.ask.request.model != request.model}
@@ -262,9 +263,10 @@ def _try_lease(turn: Turn, case: Case, entry: Entry, probed: bool | None) -> str
     tokens = max(1, state.profiles.prompt_tokens(entry.model, request.prompt_bytes) - entry.kv_tokens)
     # Consumed together with the overlay's entry and before the answer: a second call of the session cannot have it too.
     state.leases.consume(entry)
-    placement = _place(turn, case, _Place(entry.iid, "lease", tokens, tokens * profile.prefill_ms_per_token))
+    residence = instance.models[entry.model].state
+    place = _Place(entry.iid, "lease", tokens, tokens * profile.prefill_ms_per_token, residence)
+    _place(turn, case, place, "honoured", None)
     turn.out.append(Dirty(case.key))
-    _answer(turn, case, placement, "honoured", None)
     return "honoured"
 
 
@@ -274,18 +276,18 @@ def _rank(state: RouterState, now: float, request: RouteRequest, entry: Entry | 
     if request.prefix_id:
         sharers = state.shared.holders((request.tenant, request.model, request.prefix_id), state.cluster)
         shared_tokens = state.profiles.prompt_tokens(request.model, request.prefix_bytes) if sharers else 0
-    call = Call(
-        rid=request.rid,
-        model=request.model,
-        prompt_tokens=state.profiles.prompt_tokens(request.model, request.prompt_bytes),
-        max_tokens=request.max_tokens,
-        entry=entry,
-        exclude=request.exclude,
-        turn=arrivals.turn - 1 if arrivals else 0,
-        shared_tokens=shared_tokens,
-        sharers=sharers,
+    call = Call(  # by position: for speed
+        request.rid,
+        request.model,
+        state.profiles.prompt_tokens(request.model, request.prompt_bytes),
+        request.max_tokens,
+        entry,
+        request.exclude,
+        arrivals.turn - 1 if arrivals else 0,
+        shared_tokens,
+        sharers,
     )
-    return state.ranker.rank(call, now, state.demand(request.model, now))
+    return state.ranker.rank(call, now, state.demand)
 
 
 def _settle(turn: Turn, case: Case, ranking: Ranking, lease: str) -> bool:
@@ -300,12 +302,10 @@ def _settle(turn: Turn, case: Case, ranking: Ranking, lease: str) -> bool:
 def _place_on(turn: Turn, case: Case, best: Candidate, ranking: Ranking, lease: str) -> None:
     state, request = turn.state, case.ask.request
     via: RouteVia = "retry" if request.attempt else "cost" if state.policy.name == "talaria" else "policy"
-    entry = state.entry(case.key, case.partition)
-    tokens = state.profiles.prompt_tokens(request.model, request.prompt_bytes)
-    if best.kv != "missing" and entry is not None:
-        tokens = max(1, tokens - entry.kv_tokens)
-    placement = _place(turn, case, _Place(best.iid, via, tokens, best.wait_ms + best.own_ms))
-    _answer(turn, case, placement, lease, ranking)
+    tokens = best.prompt_tokens
+    if best.kv != "missing" and case.entry is not None:
+        tokens = max(1, tokens - case.entry.kv_tokens)
+    _place(turn, case, _Place(best.iid, via, tokens, best.wait_ms + best.own_ms, best.state), lease, ranking)
 
 
 class _Place(NamedTuple):
@@ -313,56 +313,51 @@ class _Place(NamedTuple):
     via: RouteVia
     tokens: int
     wait_ms: float
+    residence: str
+    """Where the model's weights are there."""
 
 
-def _place(turn: Turn, case: Case, place: _Place) -> Placement:
-    """Enter the overlay and number the placement."""
-    state, now, request = turn.state, turn.now, case.ask.request
-    deadline = from_ms(request.deadline_ms)
-    accept_by = max(now, min(deadline, now + state.config.accept_s))
+def _place(turn: Turn, case: Case, place: _Place, lease: str, ranking: Ranking | None) -> None:
+    """Enter the overlay, number the placement, answer."""
+    state, now, request, entry = turn.state, turn.now, case.ask.request, case.entry
+    iid, via, tokens, wait_ms, residence = place
+    config, deadline = state.config, from_ms(request.deadline_ms)
+    accept_by = max(now, min(deadline, now + config.accept_s))
     # One heartbeat more: what was taken up at the last moment is in the next snapshot, not yet in this one.
-    leave_at = accept_by + state.config.heartbeat_s
-    entry = state.entry(case.key, case.partition)
-    in_flight = state.overlay.enter(place.iid, request.model, place.tokens, leave_at)
-    fence = Fence(
-        partition=case.partition,
-        owner_rev=state.owned[case.partition].rev,
-        rid=request.rid,
-        attempt=request.attempt,
-    )
+    in_flight = state.overlay.enter(iid, request.model, tokens, accept_by + config.heartbeat_s)
     placement = Placement(
-        iid=place.iid,
-        fence=fence,
+        iid=iid,
+        fence=Fence(
+            partition=case.partition,
+            owner_rev=state.owned[case.partition].rev,
+            rid=request.rid,
+            attempt=request.attempt,
+        ),
         router=state.router,
         router_epoch=state.epoch,
         seq=in_flight.seq,
-        via=place.via,
+        via=via,
         accept_by_ms=to_ms(accept_by),
         deadline_ms=request.deadline_ms,
-        wait_ms=round(place.wait_ms),
-        continuation=entry is not None and entry.iid == place.iid,
+        wait_ms=round(wait_ms),
+        continuation=entry is not None and entry.iid == iid,
     )
-    forget_at = max(deadline, accept_by) + state.config.skew_s
+    forget_at = max(deadline, accept_by) + config.skew_s
     state.calls.place(
         request.rid, Placed(request.attempt, request.tenant, placement, accept_by, forget_at, request.prefix_id)
     )
-    state.counts.routed[place.via] += 1
-    residence = state.cluster.residence(place.iid, request.model)
-    if residence != "active":
-        state.counts.opens[residence] += 1
-    return placement
-
-
-def _answer(turn: Turn, case: Case, placement: Placement, lease: str, ranking: Ranking | None) -> None:
+    counts = state.counts
+    counts.routed[via] += 1
     turn.out.append(Reply(case.ask.to, RouteReply(placement=placement)))
-    waited_ms = (turn.now - case.since) * 1000
-    state, model = turn.state, case.ask.request.model
+    avoidable = False
+    if residence != "active":
+        counts.opens[residence] += 1
+        avoidable = state.cluster.active_elsewhere(request.model, iid, now)
+        counts.avoidable_opens += avoidable
     spilled = ranking is not None and not ranking.order and ranking.to_be_refused_there() is None
-    opens = state.cluster.residence(placement.iid, model) != "active"
-    avoidable = opens and state.cluster.active_elsewhere(model, placement.iid, turn.now)
-    state.counts.avoidable_opens += avoidable
-    decision = Decision(case.ask.request, case.partition, placement, lease, ranking, waited_ms, avoidable, spilled)
-    turn.out.append(Emit(route_event(turn.state.router, turn.now, turn.state.cluster.version, decision)))
+    waited_ms = (now - case.since) * 1000
+    decision = Decision(request, case.partition, placement, lease, ranking, waited_ms, avoidable, spilled)
+    turn.out.append(Emit(route_event(state.router, now, state.cluster.version, decision)))
 
 
 def _refusal(state: RouterState, request: RouteRequest, ranking: Ranking) -> Verdict:

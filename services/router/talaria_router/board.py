@@ -1,8 +1,9 @@
 """Places kept between calls, cheapest first, so that a decision looks at a few instances and not at all of them.
 
 One board per model that was ever asked for. What changed since the last decision (a snapshot, a charge of ours) is
-evaluated anew when the model is asked for next, and nothing else is. Averages over all instances (`Profiles`) reach a
-place with a later snapshot (`cluster.LEARN_S` at most): they move slowly, and every completion moves them.
+evaluated anew when the model is asked for next, or before, while nobody waits for an answer: after a view for the
+models that were asked for since the last one, after a completion for its own. Averages over all instances (`Profiles`)
+reach a place with a later snapshot (`cluster.LEARN_S` at most): they move slowly, and every completion moves them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Rank = tuple[float, int, str]
 class Board:
     """The places of one model."""
 
-    __slots__ = ("_budget_ms", "busy", "dirty", "fresh", "full", "held", "least_prefill", "places", "unready")
+    __slots__ = ("_budget_ms", "asked", "busy", "dirty", "fresh", "full", "held", "least_prefill", "places", "unready")
 
     def __init__(self, iids: Iterable[str], budget_ms: float) -> None:
         self._budget_ms = budget_ms
@@ -44,10 +45,13 @@ class Board:
         self.least_prefill = float("inf")
         """No place prefills a token in fewer ms. A bound: it does not rise when that place goes."""
         self.dirty: set[str] = set(iids)
+        self.asked = True
+        """Since the last `Boards.settle`."""
 
     def put(self, place: Place) -> None:
         """Add or replace a place."""
-        self.drop(place.iid)
+        if place.iid in self.places:
+            self.drop(place.iid)
         self.places[place.iid] = place
         self.least_prefill = min(self.least_prefill, place.prefill_ms_per_token)
         if place.unready:
@@ -128,8 +132,25 @@ class Boards:
         if board is None:
             board = self._boards[model] = Board(self._cluster.serving(model), self._budget_ms)
         if board.dirty:
-            self._refresh(model, board)
-        return self._boards[model]
+            board = self._refresh(model, board)
+        board.asked = True
+        return board
+
+    def settle(self) -> None:
+        """Nobody waits: bring the boards up to date that were asked for since this was done last."""
+        self._take_changes()
+        for model, board in list(self._boards.items()):
+            if board.dirty and board.asked:
+                board = self._refresh(model, board)  # noqa: PLW2901 - it may be another one
+            board.asked = False
+
+    def settle_one(self, model: str) -> None:
+        """Nobody waits: bring this board up to date, if it was asked for since `settle`."""
+        board = self._boards.get(model)
+        if board is not None and board.asked:
+            self._take_changes()
+            if board.dirty:
+                self._refresh(model, board)
 
     def _take_changes(self) -> None:
         for changed in (self._cluster.changed, self._overlay.changed):
@@ -142,7 +163,7 @@ class Boards:
                         board.dirty.add(iid)
             changed.clear()
 
-    def _refresh(self, model: str, board: Board) -> None:
+    def _refresh(self, model: str, board: Board) -> Board:
         if len(board.dirty) * 4 > len(board.places):  # cheaper from the start: one sort instead of many insertions
             fresh = Board((), self._budget_ms)
             places = {iid: p for iid, p in board.places.items() if iid not in board.dirty}
@@ -151,8 +172,9 @@ class Boards:
                 if place is not None:
                     places[iid] = place
             fresh.fill(places)
+            fresh.asked = board.asked
             self._boards[model] = fresh
-            return
+            return fresh
         for iid in board.dirty:
             place = self._place(iid, model)
             if place is None:
@@ -160,6 +182,7 @@ class Boards:
             else:
                 board.put(place)
         board.dirty.clear()
+        return board
 
     def _place(self, iid: str, model: str) -> Place | None:
         instance = self._cluster.get(iid)

@@ -10,6 +10,7 @@ from typing import Literal
 from talaria_common.wire import Placement
 from talaria_router.config import COMPLETED_KEPT
 from talaria_router.messages import Ask
+from talaria_router.sessions import Entry
 
 
 @dataclass(slots=True)
@@ -33,6 +34,8 @@ class Case:
     partition: int
     since: float
     """When it asked first."""
+    entry: Entry | None = None
+    """Its session's, as last looked up."""
 
 
 @dataclass(slots=True)

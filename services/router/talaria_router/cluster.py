@@ -98,10 +98,10 @@ class Cluster:
 
     def informed(self, now: float) -> bool:
         """Whether "nobody serves it" can be said: after a start, the picture is not there at once."""
-        if any(s.synced for s in self._sources.values()):
-            return True
         since = self._first_contact
-        return since is not None and now - since >= GATHER_HEARTBEATS * self._heartbeat_s
+        if since is not None and now - since >= GATHER_HEARTBEATS * self._heartbeat_s:
+            return True
+        return any(s.synced for s in self._sources.values())
 
     def view(self, now: float, view: ClusterView) -> tuple[list[str], list[str]]:
         """Take in a view; returns (ids whose snapshot is new, ids that are gone)."""
@@ -183,12 +183,6 @@ class Cluster:
         """The models of an instance by name; to be read only."""
         instance = self._instances.get(iid)
         return instance.models if instance is not None else {}
-
-    def residence(self, iid: str, model: str) -> str:
-        """Where the model's weights are on the instance, as `ModelState.state`; "cold" if it is not known."""
-        instance = self._instances.get(iid)
-        state = instance.models.get(model) if instance is not None else None
-        return state.state if state is not None else "cold"
 
     def active_elsewhere(self, model: str, iid: str, now: float) -> bool:
         """Whether a healthy instance other than `iid` has `model` active."""

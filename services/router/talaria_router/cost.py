@@ -71,6 +71,8 @@ class Place(NamedTuple):
     """`wait_ms` as the round check counts it (`admission.excess_ms`)."""
     full: bool
     """As many calls of the model wait there as the instance accepts: it would reject one more."""
+    longest: float
+    """HBM: longer prompts (tokens) can never fit the model's KV pool or context there. An estimate, not a proof."""
     measured: bool
 
 
@@ -127,36 +129,43 @@ def place_of(
 
     `lease_cap_ms`: what leases may take of the round check's budget at most.
     """
+    # Without a function call where the usual case needs none: this runs for every change of every instance.
     snapshot = instance.snapshot
-    iid = snapshot.iid
-    profile = profile_of(instance, model, profiles)
-    charge = overlay.of(iid, model.name)
-    act_ms = activation_ms(model, profile)
+    iid, name, state = snapshot.iid, model.name, model.state
+    profile = instance.profiles.get(name) or profile_of(instance, model, profiles)
+    charge, placed = overlay.on(iid, name)
     calls, queued = system_load(model, charge)
+    prefill_ms, most = profile.prefill_ms_per_token, model.max_running
     lease_ms = charge.leases * profile.return_ms
-    queue_ms = (model.queued_tokens + charge.tokens) * profile.prefill_ms_per_token
+    queue_ms = (model.queued_tokens + charge.tokens) * prefill_ms
     queue_ms += lease_ms + snapshot.deadline_risk * profile.return_ms
-    queue_ms += batch_wait_ms(model, calls, profile)
-    round_ms = round_wait_ms(instance, model, overlay, profiles)
-    switch_ms = profile.switch_ms if model.state == "host" else 0.0
+    peers = calls
+    if 0 < most <= calls:
+        queue_ms += batch_wait_ms(model, calls, profile)
+        peers = most
+    act_ms = round_ms = switch_ms = 0.0
+    if state != "active":
+        act_ms = activation_ms(model, profile)
+        round_ms = round_wait_ms(instance, model, overlay, profiles)
+        switch_ms = profile.switch_ms if state == "host" else 0.0
     wait_ms = queue_ms + round_ms + switch_ms
-    peers = calls if not 0 < model.max_running < calls else model.max_running
-    return Place(  # by position: this runs for every change of every instance
+    return Place(
         iid,
         instance,
         model,
-        unready(instance, model),
+        "" if snapshot.status == "ready" and state != "failed" else unready(instance, model),
         queue_ms + round_ms + peers * profile.decode_step_ms + act_ms,
         act_ms,
         queue_ms,
         round_ms,
         wait_ms,
-        profile.prefill_ms_per_token,
+        prefill_ms,
         profile.restore_ms_per_token,
-        instance.calls + overlay.calls_on(iid),
+        instance.calls + placed,
         queued,
         wait_ms - lease_ms + lease_cap_ms if lease_ms > lease_cap_ms else wait_ms,
         0 < snapshot.max_queued <= queued,
+        min(model.kv_capacity_tokens or math.inf, model.context_tokens or math.inf) - 1,
         profile.measured,
     )
 
@@ -178,23 +187,26 @@ def unready(instance: Instance, model: ModelState | None) -> str:
 
 def candidate_of(call: Call, place: Place, prefix: int) -> Candidate:
     """Eq. 1 for `call`, whose `prefix_tokens` are `prefix`, at `place`; before any admission check."""
-    kv = kv_of(call.entry, place.instance, place.model)
-    reused = min(prefix, call.entry.kv_tokens) if kv != "missing" and call.entry is not None else 0
-    if place.iid in call.sharers and min(prefix, call.shared_tokens) > reused:
+    kv: Kv = "missing"
+    reused, prefill_ms, act_ms, entry = 0, place.prefill_ms_per_token, place.act_ms, call.entry
+    if entry is not None and entry.iid == place.iid:
+        kv = kv_of(entry, place.instance, place.model)
+        reused = min(prefix, entry.kv_tokens) if kv != "missing" else 0
+    if call.sharers and place.iid in call.sharers and min(prefix, call.shared_tokens) > reused:
         reused = min(prefix, call.shared_tokens)
         kv = "device" if place.model.state == "active" else "host"
-    suffix_ms = (call.prompt_tokens - prefix) * place.prefill_ms_per_token
-    kv_ms = (prefix - reused) * place.prefill_ms_per_token
+    kv_ms = (prefix - reused) * prefill_ms
     if kv == "host":
         kv_ms += reused * place.restore_ms_per_token
-    req_ms = place.base_ms - place.act_ms + suffix_ms
+    suffix_ms = (call.prompt_tokens - prefix) * prefill_ms
+    req_ms = place.base_ms - act_ms + suffix_ms
     model = place.model
     return Candidate(
         place.iid,
         req_ms,
         kv_ms,
-        place.act_ms,
-        req_ms + kv_ms + place.act_ms,
+        act_ms,
+        req_ms + kv_ms + act_ms,
         place.wait_ms,
         suffix_ms + kv_ms,
         place.queue_ms,
@@ -220,13 +232,16 @@ def activation_ms(model: ModelState, profile: Profile) -> float:
 
 def system_load(model: ModelState, charge: ModelOverlay) -> tuple[int, int]:
     """(calls in the system, calls waiting) of one model: snapshot, corrected by what happened since."""
-    calls = model.queued + model.running - charge.ended
-    calls = charge.calls if calls < 0 else calls + charge.calls
-    waiting = model.queued - charge.ended
+    running, ended, ours = model.running, charge.ended, charge.calls
+    waiting = model.queued - ended
+    calls = waiting + running
+    calls = ours if calls < 0 else calls + ours
     if waiting > 0:
-        return calls, waiting + charge.calls
-    room = model.max_running - model.running + charge.ended if model.max_running else 0
-    return calls, max(0, charge.calls - max(0, room))
+        return calls, waiting + ours
+    room = model.max_running - running + ended if model.max_running else 0
+    if room > 0:
+        ours -= room
+    return calls, max(0, ours)
 
 
 def batch_wait_ms(model: ModelState, calls: int, profile: Profile) -> float:

@@ -20,6 +20,7 @@ class Fairness:
         self._calls = calls
         self._tenants = tenants
         self._default = default
+        self._limits = any(t.max_in_flight is not None for t in (default, *tenants.values()))
 
     def of(self, tenant: str) -> Tenant:
         """What counts for the tenant."""
@@ -31,6 +32,8 @@ class Fairness:
 
     def limited(self, tenant: str) -> int | None:
         """The tenant's limit if it is reached, else None."""
+        if not self._limits:
+            return None
         limit = self.of(tenant).max_in_flight
         return limit if limit is not None and self._calls.in_flight[tenant] >= limit else None
 

@@ -38,6 +38,7 @@ def completed(turn: Turn, c: Completion) -> None:
         elif c.ok:
             _session_follows(turn, c, key, partition)
     asking.room(turn)
+    state.ranker.boards.settle_one(c.model)
 
 
 def viewed(turn: Turn, view: ClusterView) -> None:
@@ -51,6 +52,7 @@ def viewed(turn: Turn, view: ClusterView) -> None:
         state.profiles.forget(iid)
     asking.informed(turn)
     asking.room(turn)
+    state.ranker.boards.settle()
 
 
 def heard(turn: Turn, snapshot: Snapshot) -> None:

@@ -64,10 +64,10 @@ class Overlay:
         instance = self._instances.get(iid)
         return instance.models.get(model, _NOTHING) if instance else _NOTHING
 
-    def calls_on(self, iid: str) -> int:
-        """Placements on `iid` that no snapshot counts yet, all models."""
+    def on(self, iid: str, model: str) -> tuple[ModelOverlay, int]:
+        """(charges of `model` on `iid`, to be read only; placements there that no snapshot counts yet, all models)."""
         instance = self._instances.get(iid)
-        return len(instance.calls) if instance else 0
+        return (instance.models.get(model, _NOTHING), len(instance.calls)) if instance else (_NOTHING, 0)
 
     def models_on(self, iid: str) -> dict[str, ModelOverlay]:
         """Charges on `iid` by model; to be read only."""
@@ -76,15 +76,14 @@ class Overlay:
 
     def enter(self, iid: str, model: str, tokens: int, leave_at: float) -> InFlight:
         """A placement was decided: charge it. Its `seq` counts this router's placements on `iid` from 1."""
-        instance = self._instance(iid)
-        instance.last_seq += 1
-        call = InFlight(iid, instance.last_seq, model, tokens, leave_at)
-        instance.calls[call.seq] = call
-        charge = self._model(instance, model)
+        instance = self._instances.get(iid) or self._instance(iid)
+        seq = instance.last_seq = instance.last_seq + 1
+        call = instance.calls[seq] = InFlight(iid, seq, model, tokens, leave_at)
+        charge = instance.models.get(model) or self._model(instance, model)
         charge.calls += 1
         charge.tokens += tokens
         self.changed.add(iid)
-        heapq.heappush(self._deadlines, (leave_at, iid, call.seq))
+        heapq.heappush(self._deadlines, (leave_at, iid, seq))
         return call
 
     def leave(self, iid: str, seq: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from talaria_router.admission import Demand, check, excess_ms, replica_gain_ms, replica_price_ms
@@ -15,25 +15,30 @@ from talaria_router.cost import Call, Candidate, Place, candidate_of
 from talaria_router.policies import Policy
 from talaria_router.replicas import Replicas
 
+_NONE: Counter[str] = Counter()
+"""Stands for no reasons; never changed."""
 
-@dataclass(slots=True)
+
 class Ranking:
     """What was found for one call."""
 
-    order: list[Candidate] = field(default_factory=list)
-    """Candidates that may take it, best first; of many, the best ones."""
-    refused: list[Candidate] = field(default_factory=list)
-    """Candidates that a check ruled out, with `rejected` set; of many, the cheapest ones."""
-    reasons: Counter[str] = field(default_factory=Counter)
-    """How many instances each reason ruled out, those without a cost included.
+    __slots__ = ("excess_ms", "longest", "order", "reasons", "refused")
 
-    With many instances those that are stale, too small or too busy are counted as far as they were looked at: the
-    search ends when enough better ones were found.
-    """
-    excess_ms: float | None = None
-    """By how much the least loaded of those refused by the round check passes it; None: nobody was."""
-    longest: Candidate | None = None
-    """The refused one with the longest context."""
+    def __init__(self) -> None:
+        self.order: list[Candidate] = []
+        """Candidates that may take it, best first; of many, the best ones."""
+        self.refused: list[Candidate] = []
+        """Candidates that a check ruled out, with `rejected` set; of many, the cheapest ones."""
+        self.reasons = _NONE
+        """To be read only. How many instances each reason ruled out, those without a cost included.
+
+        With many instances those that are stale, too small or too busy are counted as far as they were looked at: the
+        search ends when enough better ones were found.
+        """
+        self.excess_ms: float | None = None
+        """By how much the least loaded of those refused by the round check passes it; None: nobody was."""
+        self.longest: Candidate | None = None
+        """The refused one with the longest context."""
 
     def to_be_refused_there(self) -> Candidate | None:
         """Where to send a call that nobody can hold: the instance with the longest context, to say so exactly.
@@ -52,9 +57,15 @@ class Ranking:
             default=None,
         )
 
+    def rule_out(self, reason: str, many: int = 1) -> None:
+        """So many instances are ruled out."""
+        if self.reasons is _NONE:
+            self.reasons = Counter()
+        self.reasons[reason] += many
+
     def refuse(self, candidate: Candidate, reason: str) -> None:
         """A check rules `candidate` out."""
-        self.reasons[reason] += 1
+        self.rule_out(reason)
         refused = candidate._replace(rejected=reason)
         if self.longest is None or (refused.context_tokens, refused.iid) > (
             self.longest.context_tokens,
@@ -68,30 +79,32 @@ class Ranking:
 class _Scan:
     """One pass over the places of one call's model: what fits, and what does not."""
 
-    def __init__(self, call: Call, judged_at: float, stale_after_s: float, config: RouterConfig) -> None:
+    __slots__ = ("_budget_ms", "_fresh_from", "_prefix_tokens", "admitted", "call", "held", "result")
+
+    def __init__(self, call: Call, fresh_from: float, budget_ms: float) -> None:
         self.call = call
         self.result = Ranking()
         self.admitted: list[Candidate] = []
         self.held = False
         """Someone who is fit holds the model."""
-        self._prefix_tokens = call.prefix_tokens
-        self._judged_at = judged_at
-        self._stale_after_s = stale_after_s
-        self._config = config
+        self._prefix_tokens = call.prefix_tokens if call.entry is not None or call.sharers else 0
+        self._fresh_from = fresh_from
+        self._budget_ms = budget_ms
 
     def take(self, place: Place) -> Candidate | None:
         """Look at one place; the candidate if it passes all checks but Eq. 2."""
-        reason = self._unfit(place)
-        if reason:
-            self.result.reasons[reason] += 1
+        call, instance = self.call, place.instance
+        if instance.reported != "ok" or instance.seen_at < self._fresh_from or place.iid in call.exclude:
+            self.result.rule_out(self._unfit(place))
             return None
-        self.held = self.held or place.model.state in HELD
-        candidate = candidate_of(self.call, place, self._prefix_tokens)
-        reason = check(self.call, candidate, place, self._config)
+        if not self.held:
+            self.held = place.model.state in HELD
+        candidate = candidate_of(call, place, self._prefix_tokens)
+        reason = check(call, candidate, place, self._budget_ms)
         if not reason:
             return candidate
         if reason == "round":
-            excess = excess_ms(candidate, self._config)
+            excess = excess_ms(candidate, self._budget_ms)
             known = self.result.excess_ms
             self.result.excess_ms = excess if known is None else min(known, excess)
         self.result.refuse(candidate, reason)
@@ -100,10 +113,7 @@ class _Scan:
     def _unfit(self, place: Place) -> str:
         if place.iid in self.call.exclude:
             return "excluded"
-        instance = place.instance
-        if instance.reported != "ok":
-            return instance.reported
-        return "stale" if self._judged_at - instance.seen_at > self._stale_after_s else ""
+        return "stale" if place.instance.reported == "ok" else place.instance.reported
 
 
 class Ranker:
@@ -113,27 +123,28 @@ class Ranker:
         self, cluster: Cluster, boards: Boards, config: RouterConfig, policy: Policy, replicas: Replicas
     ) -> None:
         self._cluster = cluster
-        self._boards = boards
+        self.boards = boards
         self._config = config
+        self._budget_ms = config.budget_ms
         self._policy = policy
         self._replicas = replicas
 
-    def rank(self, call: Call, now: float, demand: Demand) -> Ranking:
-        """Rank the instances whose catalog has the call's model.
+    def rank(self, call: Call, now: float, demand: Callable[[str, float], Demand]) -> Ranking:
+        """Rank the instances whose catalog has the call's model. `demand`: of a model at a time.
 
         With a policy that orders by cost the work grows with the instances that changed since the last decision and
         with those that a check refuses, not with the number of instances.
         """
-        board = self._boards.of(call.model)
-        scan = _Scan(call, self._cluster.judged_at(now), self._cluster.stale_after_s, self._config)
-        if board.unready:
-            scan.result.reasons.update(board.unready)
+        board = self.boards.of(call.model)
+        scan = _Scan(call, self._cluster.judged_at(now) - self._cluster.stale_after_s, self._budget_ms)
+        for reason, many in board.unready.items():
+            scan.result.rule_out(reason, many)
         self._held(scan, board)
         if board.full or board.busy:
             self._shut(scan, board)
         if board.fresh:
             if self._policy.eq2:
-                self._worth_opening(scan, board, now, demand)
+                self._worth_opening(scan, board, now, demand(call.model, now))
             else:
                 for _, _, iid in board.fresh:
                     candidate = scan.take(board.places[iid])
@@ -147,23 +158,27 @@ class Ranker:
 
     def _held(self, scan: _Scan, board: Board) -> None:
         """Those that hold the model: first where a prefix may be found, then the others, cheapest first."""
-        call = scan.call
-        near: set[str] = set()
+        call, places, admitted, take = scan.call, board.places, scan.admitted, scan.take
+        near: Iterable[str] = ()
         if call.entry is not None or call.sharers:
-            near.update(call.sharers)
-            if call.entry is not None:
-                near.add(call.entry.iid)
+            near = call.sharers | {call.entry.iid} if call.entry is not None else call.sharers
             near = {iid for iid in near if board.open(iid)}
         totals: list[float] = []
         for iid in near:
-            self._admit(scan, board.places[iid], totals)
-        by_cost = self._policy.by_cost
+            candidate = take(places[iid])
+            if candidate is not None:
+                admitted.append(candidate)
+                insort(totals, candidate.total_ms)
+        enough = RANKED if self._policy.by_cost else len(places) + 1
         least_ms = call.prompt_tokens * board.least_prefill
         for base_ms, _, iid in board.held:
-            if by_cost and len(totals) >= RANKED and base_ms + least_ms >= totals[RANKED - 1]:
+            if len(totals) >= enough and base_ms + least_ms >= totals[RANKED - 1]:
                 break  # nobody further down can be among the best
             if iid not in near:
-                self._admit(scan, board.places[iid], totals)
+                candidate = take(places[iid])
+                if candidate is not None:
+                    admitted.append(candidate)
+                    insort(totals, candidate.total_ms)
 
     @staticmethod
     def _shut(scan: _Scan, board: Board) -> None:
@@ -172,14 +187,7 @@ class Ranker:
             for iid in islice(iids, EVENT_CANDIDATES):
                 scan.take(board.places[iid])
             if many > EVENT_CANDIDATES:
-                scan.result.reasons[reason] += many - EVENT_CANDIDATES
-
-    @staticmethod
-    def _admit(scan: _Scan, place: Place, totals: list[float]) -> None:
-        candidate = scan.take(place)
-        if candidate is not None:
-            scan.admitted.append(candidate)
-            insort(totals, candidate.total_ms)
+                scan.result.rule_out(reason, many - EVENT_CANDIDATES)
 
     def _worth_opening(self, scan: _Scan, board: Board, now: float, demand: Demand) -> None:
         """Those that would have to open the model: the cheapest few must be worth it (Eq. 2)."""
@@ -187,7 +195,7 @@ class Ranker:
         held, fit = scan.held, 0
         for n, (_, _, iid) in enumerate(board.fresh):
             if fit >= RANKED:
-                scan.result.reasons["replica"] += len(board.fresh) - n
+                scan.result.rule_out("replica", len(board.fresh) - n)
                 return
             place = board.places[iid]
             candidate = scan.take(place)
