@@ -15,6 +15,7 @@ from talaria_common.bus import Bus, Message, Subscription
 from talaria_common.clock import Clock, to_ms
 from talaria_common.errors import BadRequestError, BusError, TalariaError
 from talaria_common.settings import Settings
+from talaria_common.tasks import end
 from talaria_common.ticker import every
 from talaria_common.wire import (
     FORWARD_HEADER,
@@ -111,19 +112,15 @@ class InstanceService:
             subscriptions = await self._subscribe()
             self._bus.on_connection(self._connection)
             self._presence_due.set()
-            tasks += [
-                asyncio.create_task(every(self._mesh.heartbeat_s, self._beat, clock=self._clock), name="heartbeat"),
-                asyncio.create_task(self._presence(), name="presence"),
-                asyncio.create_task(self._watch_presence(), name="watch-presence"),
-            ]
+            announcing = [asyncio.create_task(work()) for work in (self._presence, self._watch_presence)]
+            beating = asyncio.create_task(every(self._mesh.heartbeat_s, self._beat, clock=self._clock))
+            tasks += [beating, *announcing]
             self._do(self.core.start())
             log.info("instance up", iid=self._iid, epoch=self.core.epoch, pool=self._settings.pool)
             await self._until(stop, tasks)
-            await self._shut_down(subscriptions)
+            await self._shut_down(subscriptions, announcing)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(tasks)
             await self.supervisor.stop()
             self._preparer.close()
             try:
@@ -142,7 +139,7 @@ class InstanceService:
         finally:
             stopped.cancel()
 
-    async def _shut_down(self, subscriptions: list[Subscription]) -> None:
+    async def _shut_down(self, subscriptions: list[Subscription], announcing: list[asyncio.Task[None]]) -> None:
         """NATS.md's order: not ready, unsubscribe, finish streams, then close."""
         log.info("shutting down", calls=len(self.core.calls))
         self._feed(m.Shutdown())
@@ -155,6 +152,7 @@ class InstanceService:
                 await asyncio.wait_for(self._idle.wait(), self._settings.shutdown_s)
         self._feed(m.Shutdown(now=True))
         await self._sender.flush()
+        await end(announcing)  # or our entry would be written again as soon as it is gone
         with contextlib.suppress(BusError):
             await (await self._bus.kv(subjects.KV_INSTANCES)).delete(self._iid)
             await self._bus.flush()

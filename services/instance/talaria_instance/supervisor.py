@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 
+from talaria_common.tasks import end
 from talaria_gpu.engine.ipc import Command, Ready, Report
 from talaria_instance.engine_process import EngineProcess
 from talaria_instance.messages import EngineExited, EngineSaid, EngineStarting, Message
@@ -69,9 +70,7 @@ class Supervisor:
     async def stop(self) -> None:
         """End the engine, for good."""
         self._stopping = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(list(self._tasks))
         if self._engine is not None:
             await self._engine.stop()
 
