@@ -95,6 +95,15 @@ class Process:
                 await asyncio.wait_for(self.stop.wait(), BUS_RETRY_S)
         raise StoppedError
 
+    async def until(self, *events: asyncio.Event) -> None:
+        """Return when the process is told to stop, or one of `events` is set."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.stop, *events)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
     async def observe(self, registry: CollectorRegistry, reasons: Callable[[], list[str]]) -> int:
         """Serve /metrics, /livez and /readyz where [mesh] says so; returns the port, 0 if it does not."""
         server = ObservabilityServer(registry, reasons)

@@ -338,6 +338,12 @@ def test_a_refusal_of_the_engine(rig, key):
     assert (rig.frames[key][0].error.code, rig.frames[key][0].retryable) == ("overloaded", True)
 
 
+def test_an_owner_revision_from_the_future_fences_nobody(rig, build):
+    reply = rig.forward(build.rid(1), rev=2**53)
+    assert (reply.accepted, reply.retryable, reply.error.code) == (False, False, "invalid_request")
+    assert rig.forward(build.rid(2), rev=round(rig.now * 1000)).accepted
+
+
 def test_a_deadline_that_passes_here(rig, key):
     rig.forward(key.rid, deadline_s=5)
     rig.now += 6.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import sys
@@ -10,11 +9,9 @@ import sys
 import structlog
 
 from talaria_api.serve import Api, Server, listen, run, server
+from talaria_common.entry import enter
 from talaria_common.errors import TalariaError
-from talaria_common.ids import check_name
 from talaria_common.service import Process
-from talaria_common.service import run as run_process
-from talaria_common.settings import Settings, SettingsError, load
 
 log = structlog.get_logger(__name__)
 
@@ -49,25 +46,9 @@ async def _stop(process: Process, api: Api, http: Server) -> None:
     http.stop()
 
 
-def with_id(settings: Settings, name: str) -> Settings:
-    """The settings with another api.id. Raises ValueError if the name cannot be one."""
-    return settings.model_copy(update={"api": settings.api.model_copy(update={"id": check_name(name, "--id")})})
-
-
 def main(argv: list[str] | None = None) -> int:
     """Parse arguments, run, and return the exit status: 2 for a configuration mistake."""
-    parser = argparse.ArgumentParser(prog="talaria_api", description="The HTTP edge.")
-    parser.add_argument("--config", help="talaria.toml; default: $TALARIA_CONFIG, else ./talaria.toml")
-    parser.add_argument("--id", help="this api's name; default: api.id of the configuration")
-    args = parser.parse_args(argv)
-    try:
-        settings = load(args.config)
-        if args.id:
-            settings = with_id(settings, args.id)
-    except (SettingsError, ValueError) as e:
-        sys.stderr.write(f"{e}\n")
-        return 2
-    return run_process(serve, settings.api.id, settings)
+    return enter("api", "The HTTP edge.", serve, argv)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from talaria_common.clock import from_ms
-from talaria_common.errors import DeadlineError, TalariaError, UnavailableError
+from talaria_common.errors import BadRequestError, DeadlineError, TalariaError, UnavailableError
 from talaria_common.wire import Cancel, ForwardHead
 from talaria_instance.messages import CallKey
 
@@ -17,6 +17,8 @@ ATTEMPT_MEMORY_S = 900.0
 ATTEMPT_MEMORY_MAX = 65_536
 EARLY_CANCEL_S = 10.0
 EARLY_CANCEL_MAX = 4096
+FUTURE_S = 86_400.0
+"""No clock in the mesh is further ahead than this."""
 
 
 class Refusal(NamedTuple):
@@ -41,6 +43,10 @@ class Fences:
         place, fence = head.placement, head.placement.fence
         if place.iid != self._iid:
             return Refusal(UnavailableError(f"placed on {place.iid}, not on {self._iid}"), retryable=True)
+        if fence.owner_rev > (now + FUTURE_S) * 1000:
+            # Taken in, it would fence off every true owner of the partition until this process ends.
+            message = f"owner revision {fence.owner_rev} lies in the future: revisions are times in ms (ADR 7)"
+            return Refusal(BadRequestError(message), retryable=False)
         known = self._owner_revs.get(fence.partition, 0)
         if fence.owner_rev < known:
             message = f"fenced: partition {fence.partition} has owner revision {known}, not {fence.owner_rev}"

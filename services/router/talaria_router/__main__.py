@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import sys
 
+from talaria_common.entry import enter
 from talaria_common.errors import TalariaError
-from talaria_common.ids import check_name
 from talaria_common.metrics import Metrics
-from talaria_common.service import Process, run
-from talaria_common.settings import Settings, SettingsError, load
+from talaria_common.service import Process
 from talaria_router.metrics import RouterCollector
 from talaria_router.policies import policy
 from talaria_router.shell import RouterShell
@@ -28,40 +25,18 @@ async def serve(process: Process) -> None:
     metrics.registry.register(RouterCollector(shell, process.clock))
     await process.observe(metrics.registry, shell.not_ready)
     await shell.start()
-    ends = [process.stop.wait(), shell.failed.wait(), shell.claims.superseded.wait()]
-    waits = [asyncio.ensure_future(end) for end in ends]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await process.until(shell.failed, shell.claims.superseded)
     finally:
-        for wait in waits:
-            wait.cancel()
         await shell.close()
         await bus.close()
     if not process.stop.is_set():
         raise TalariaError("the router cannot go on: see the lines above")
 
 
-def with_id(settings: Settings, name: str) -> Settings:
-    """The settings with another router.id. Raises ValueError if the name cannot be one."""
-    part = settings.router.model_copy(update={"id": check_name(name, "--id")})
-    return settings.model_copy(update={"router": part})
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Parse arguments, run, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="talaria_router", description="Where a call goes.")
-    parser.add_argument("--config", help="talaria.toml; default: $TALARIA_CONFIG, else ./talaria.toml")
-    parser.add_argument("--id", help="this router's name; default: router.id of the configuration")
-    args = parser.parse_args(argv)
-    try:
-        settings = load(args.config)
-        if args.id:
-            settings = with_id(settings, args.id)
-        policy(settings.router.policy)
-    except (SettingsError, ValueError) as e:
-        sys.stderr.write(f"{e}\n")
-        return 2
-    return run(serve, settings.router.id, settings)
+    """Parse arguments, run, and return the exit status: 2 for a configuration mistake."""
+    return enter("router", "Where a call goes.", serve, argv, lambda settings: policy(settings.router.policy))
 
 
 if __name__ == "__main__":
