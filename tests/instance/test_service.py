@@ -187,6 +187,19 @@ async def test_presence_that_is_overwritten(connect, tmp_path):
     assert decode((await bucket.get(IID)).value, Presence) == later
 
 
+async def test_calls_of_an_api_that_is_gone_end(connect, tmp_path, monkeypatch):
+    monkeypatch.setattr("talaria_instance.service.ORPHANS_EVERY_S", 0.05)
+    async with running(connect, tmp_path) as (api, instance):
+        gone = await Api(await connect(), "api-1").listen()
+        theirs, ours = await gone.call(max_tokens=100_000), await api.call(max_tokens=100_000)
+        await gone.first_token(theirs)
+        await gone.bus.close()
+        await until(lambda: [c for c in api.completions if c.rid == theirs and not c.ok], what="the orphan's end")
+        assert {key.rid for key in instance.service.core.calls} == {ours}
+        await api.cancel(ours)
+        await api.end_of(ours)
+
+
 async def test_an_engine_killed_mid_stream(pair):
     api, instance = pair
     pid, epoch = instance.engine_pid, instance.service.core.epoch

@@ -27,6 +27,7 @@ from talaria_instance.ledger import Ledger
 from talaria_instance.messages import (
     Announce,
     Answer,
+    ApiGone,
     CallKey,
     CancelCall,
     Control,
@@ -96,6 +97,7 @@ class InstanceCore:
             Prepared: self._prepared,
             PrepareFailed: self._prepared,
             CancelCall: self._cancel,
+            ApiGone: self._api_gone,
             Control: self._control,
             EngineStarting: self._engine_starting,
             EngineSaid: self._engine_said,
@@ -159,6 +161,10 @@ class InstanceCore:
         self._out.do(Answer(message.handle, ForwardReply(accepted=True, epoch=self.epoch)))
         self._out.do(Prepare(call.key, head, message.body))
         self._out.event(now, "forward", events.forward(head, None, self.queued, message.trace))
+
+    def _api_gone(self, now: float, message: ApiGone) -> None:
+        for orphan in [c for c in self._ledger.calls.values() if c.head.api == message.api]:
+            self._ledger.abort(now, orphan)
 
     def _full(self, model: str) -> Refusal | None:
         """Why the instance takes no call for `model` now."""

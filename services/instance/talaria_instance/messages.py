@@ -78,6 +78,13 @@ class CancelCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ApiGone:
+    """Nobody listens under this api's name any more."""
+
+    api: str
+
+
+@dataclass(frozen=True, slots=True)
 class Control:
     """health, open, close, drain or resume."""
 
@@ -150,6 +157,7 @@ class Shutdown:
 Message = (
     Forward
     | CancelCall
+    | ApiGone
     | Control
     | Prepared
     | PrepareFailed

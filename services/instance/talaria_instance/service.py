@@ -26,6 +26,7 @@ from talaria_common.wire import (
     ForwardHead,
     ForwardReply,
     Presence,
+    TokenBatch,
     WireError,
     decode,
     encode,
@@ -34,11 +35,14 @@ from talaria_instance import messages as m
 from talaria_instance.claim import refuse_twin, stands
 from talaria_instance.core import InstanceCore
 from talaria_instance.metrics import InstanceMetrics
+from talaria_instance.orphans import Orphans
 from talaria_instance.preparer import Preparer
 from talaria_instance.sender import Sender
 from talaria_instance.supervisor import Supervisor
 
 log = structlog.get_logger(__name__)
+
+ORPHANS_EVERY_S = 2.0
 
 
 class InstanceService:
@@ -114,7 +118,9 @@ class InstanceService:
             self._presence_due.set()
             announcing = [asyncio.create_task(work()) for work in (self._presence, self._watch_presence)]
             beating = asyncio.create_task(every(self._mesh.heartbeat_s, self._beat, clock=self._clock))
-            tasks += [beating, *announcing]
+            nobody = TokenBatch(iid=self._iid, epoch=self.core.epoch, frames=[])
+            orphans = Orphans(self._bus, nobody, self._apis, lambda api: self._feed(m.ApiGone(api)))
+            tasks += [beating, *announcing, asyncio.create_task(every(ORPHANS_EVERY_S, orphans.look))]
             self._do(self.core.start())
             log.info("instance up", iid=self._iid, epoch=self.core.epoch, pool=self._settings.pool)
             await self._until(stop, tasks)
@@ -156,6 +162,9 @@ class InstanceService:
         with contextlib.suppress(BusError):
             await (await self._bus.kv(subjects.KV_INSTANCES)).delete(self._iid)
             await self._bus.flush()
+
+    def _apis(self) -> set[str]:
+        return {call.head.api for call in self.core.calls.values()}
 
     # --- in
 
