@@ -194,11 +194,18 @@ class InstanceSettings(_Section):
         return self
 
 
+PRIORITY_RANGE = 100
+"""Priorities of calls go from minus this to this; 0 is the usual one."""
+
+
 class TenantSettings(_Section):
     """A tenant's part of what the router shares out."""
 
     weight: float = Field(1.0, gt=0, description="its turns and places in the queue, relative to other tenants'")
     max_in_flight: int | None = Field(None, ge=1, description="instead of `router.tenant_max_in_flight`")
+    max_priority: int | None = Field(
+        None, ge=-PRIORITY_RANGE, le=PRIORITY_RANGE, description="instead of `router.tenant_max_priority`"
+    )
 
 
 class RouterSettings(_Section):
@@ -221,6 +228,12 @@ class RouterSettings(_Section):
     tenant_max_in_flight: int | None = Field(
         None, ge=1, description="calls that one tenant may have in flight at each router; default: no limit"
     )
+    tenant_max_priority: int = Field(
+        0,
+        ge=-PRIORITY_RANGE,
+        le=PRIORITY_RANGE,
+        description="highest X-Talaria-Priority that a tenant's calls may ask for; with 0 they may only step back",
+    )
     session_idle_s: float = Field(3600.0, gt=0, description="a session's entry is forgotten after this")
     sessions_max: int = Field(1_000_000, ge=1, description="entries of the session table; the longest unused go first")
     mu_ms_per_gib: float = Field(2.0, ge=0, description="mu: price of KV placed on a full instance (Eq. 1)")
@@ -233,8 +246,13 @@ class RouterSettings(_Section):
     )
     admission_unit_ms: float | None = Field(None, ge=0, description="default: the model's EWMA of a return's prefill")
     tenants: dict[Name, TenantSettings] = Field(
-        default_factory=dict, description="tenant -> its weight and limit, where they differ from the others'"
+        default_factory=dict, description="tenant -> its weight and limits, where they differ from the others'"
     )
+
+    def max_priority(self, tenant: str) -> int:
+        """The highest priority that calls of `tenant` may have."""
+        own = self.tenants[tenant].max_priority if tenant in self.tenants else None
+        return self.tenant_max_priority if own is None else own
 
 
 class TelemetrySettings(_Section):

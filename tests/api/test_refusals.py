@@ -72,6 +72,22 @@ async def test_timeout_header(served: Edge, value: str) -> None:
     check(await served.chat({"X-Talaria-Timeout-S": value}), 400, "invalid_request", "X-Talaria-Timeout-S")
 
 
+@pytest.mark.parametrize("value", ["1", "-101", "1.5", "high", "", "9" * 5000])
+async def test_priority_header(served: Edge, value: str) -> None:
+    check(await served.chat({"X-Talaria-Priority": value}), 400, "invalid_request", "X-Talaria-Priority")
+
+
+async def test_a_priority_goes_with_the_call_to_router_and_instance(connect: Connect) -> None:
+    config = settings(router={"tenant_max_priority": 3, "tenants": {"local": {"max_priority": 7}}})
+    async with edge(connect, answers, config=config) as e:
+        for value in ("7", "-100", None):
+            response = await e.chat({"X-Talaria-Priority": value} if value else {})
+            assert response.status_code == 200
+        check(await e.chat({"X-Talaria-Priority": "8"}), 400, "invalid_request", "X-Talaria-Priority")
+        assert [r.priority for r in e.router.asked] == [7, -100, 0]
+        assert [held.head.priority for held in e.instances[0].held] == [7, -100, 0]
+
+
 async def test_too_large_by_content_length_is_refused_before_it_is_sent(served: Edge) -> None:
     limit = served.api_bus.max_payload_bytes - HEADROOM_BYTES
     reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))

@@ -161,6 +161,7 @@ class Call:
             prompt_bytes=f.prompt_bytes,
             max_tokens=f.max_tokens,
             stream=f.stream,
+            priority=f.priority,
             exclude=self._exclude,
             deadline_ms=to_ms(f.deadline),
             prefix_id=f.prefix_id,
@@ -228,6 +229,7 @@ class Call:
             model=f.model,
             session_final=f.session_final,
             stream=f.stream,
+            priority=f.priority,
             is_continuation=placement.continuation,
         )
         return [Forward(head, min(self.limits.accept_timeout_s, max(0.001, f.deadline - now)))]

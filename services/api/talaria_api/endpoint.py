@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -16,7 +16,14 @@ from talaria_api.auth import Authenticator
 from talaria_api.call import Call
 from talaria_api.cluster import Cluster
 from talaria_api.errors import ClientGoneError, Header
-from talaria_api.intake import HEADROOM_BYTES, call_timeout_s, check_content_type, read_body, too_large
+from talaria_api.intake import (
+    HEADROOM_BYTES,
+    call_priority,
+    call_timeout_s,
+    check_content_type,
+    read_body,
+    too_large,
+)
 from talaria_api.link import Link, LiveCall, Sink
 from talaria_api.messages import ClientGone, Facts, Limits
 from talaria_api.metrics import ApiMetrics
@@ -148,12 +155,14 @@ class CallEndpoint:
         request = self._parse(body)
         self._check_model(request)
         session = identify(headers, request.hints, tenant)
+        priority = call_priority(headers, p.settings.router.max_priority(tenant))
         it.headers += [
             (b"x-talaria-session", session.echo()),
             (b"x-talaria-session-source", session.source.encode()),
         ]
         it.began = asyncio.get_running_loop().time()
-        call = Call(self._facts(it.rid, request, tenant, session, deadline), p.limits, p.peers)
+        facts = self._facts(it.rid, request, tenant, session, deadline)
+        call = Call(replace(facts, priority=priority) if priority else facts, p.limits, p.peers)
         answer = Answer(it.rid, request, int(time.time()))
         edge = it.edge
         trace = _trace(headers)

@@ -10,11 +10,14 @@ from starlette.types import Receive
 
 from talaria_api.errors import BodyTimeoutError, ClientGoneError, UnsupportedMediaTypeError
 from talaria_common.errors import BadRequestError, PayloadTooLargeError
+from talaria_common.settings import PRIORITY_RANGE
 
 HEADROOM_BYTES = 16 << 10
 """Of the bus's limit, kept for the headers that travel beside the body."""
 BODY_TIMEOUT_S = 60.0
+PRIORITY_DIGITS = 8
 TIMEOUT_HEADER = "X-Talaria-Timeout-S"
+PRIORITY_HEADER = "X-Talaria-Priority"
 
 
 def check_content_type(headers: Mapping[bytes, bytes]) -> None:
@@ -77,6 +80,28 @@ def call_timeout_s(headers: Mapping[bytes, bytes], most_s: float) -> float:
     if not value > 0:
         raise BadRequestError(f"{TIMEOUT_HEADER} should be a positive number of seconds", param=TIMEOUT_HEADER)
     return min(value, most_s)
+
+
+def call_priority(headers: Mapping[bytes, bytes], most: int) -> int:
+    """How the call ranks among those that wait: the priority header, 0 without one. Higher goes first.
+
+    Raises:
+        BadRequestError: the header is no whole number from -PRIORITY_RANGE on, or above `most`, the tenant's highest.
+    """
+    raw = headers.get(PRIORITY_HEADER.lower().encode())
+    if raw is None:
+        return 0
+    try:
+        value = int(raw) if len(raw) <= PRIORITY_DIGITS else None
+    except ValueError:
+        value = None
+    if value is None or not -PRIORITY_RANGE <= value <= PRIORITY_RANGE:
+        message = f"{PRIORITY_HEADER} should be a whole number from {-PRIORITY_RANGE} to {PRIORITY_RANGE}"
+        raise BadRequestError(message, param=PRIORITY_HEADER)
+    if value > most:
+        message = f"{PRIORITY_HEADER} may be {most} at most for this tenant (router.tenant_max_priority)"
+        raise BadRequestError(message, param=PRIORITY_HEADER)
+    return value
 
 
 def too_large(limit_bytes: int) -> PayloadTooLargeError:

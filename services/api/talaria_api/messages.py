@@ -50,6 +50,7 @@ class Facts:
     session_final: bool = False
     prefix_id: str = ""
     prefix_bytes: int = 0
+    priority: int = 0
 
 
 # --- events

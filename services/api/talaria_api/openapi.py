@@ -9,7 +9,9 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from talaria_api.intake import PRIORITY_HEADER
 from talaria_api.schemas import ChatCompletion, ChatRequest, CompletionRequest, ErrorBody, TextCompletion
+from talaria_common.settings import PRIORITY_RANGE
 
 _REF = "#/components/schemas/{model}"
 _REFUSALS = {
@@ -90,6 +92,12 @@ def _call(summary: str, body: Any, answer: Any, schema: dict[type[BaseModel], An
                 _header("X-Talaria-Session-ID", "names the session; see also -Parent-Session-ID and -Session-Final"),
                 _header("X-Talaria-Parent-Session-ID", "the session that this one was started from"),
                 _header("X-Talaria-Session-Final", "true: the session's last call"),
+                _header(
+                    PRIORITY_HEADER,
+                    "0 if absent: among calls that wait the highest goes first; below 0 lets the others go first, "
+                    "above 0 needs router.tenant_max_priority",
+                    {"type": "integer", "minimum": -PRIORITY_RANGE, "maximum": PRIORITY_RANGE},
+                ),
             ],
             "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
             "responses": {"200": ok} | refusals,
@@ -97,5 +105,6 @@ def _call(summary: str, body: Any, answer: Any, schema: dict[type[BaseModel], An
     }
 
 
-def _header(name: str, text: str) -> dict[str, Any]:
-    return {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string"}}
+def _header(name: str, text: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    schema = schema or {"type": "string"}
+    return {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
