@@ -291,7 +291,15 @@ class SlotDriver:
         self._switches += 1
         self._engine_s += took_ms / 1000
         left = self._engine.waiting(timing.source) if timing.source else ()
-        switched = ask.Switched(timing.target, took_ms, left, timing.suspended, timing.retracted)
+        switched = ask.Switched(
+            timing.target,
+            took_ms,
+            left,
+            timing.suspended,
+            timing.retracted,
+            timing.h2d_bytes,
+            timing.weight_bytes,
+        )
         self._scheduler.handle(now, switched)
         self._watch(now, idle=False)
         if self._scheduler.resting:
@@ -310,7 +318,9 @@ class SlotDriver:
         if failure.active is not None:
             waiting = self._engine.waiting(failure.active)
             kept = self._engine.running(failure.active)
-            self._scheduler.handle(now, ask.Switched(failure.active, (now - since) * 1000, waiting, suspended=kept))
+            took_ms = (now - since) * 1000
+            back = ask.Switched(failure.active, took_ms, waiting, suspended=kept, failed=True)
+            self._scheduler.handle(now, back)
         reports += [Closed(model=failure.model, error=str(failure)), self.status()]
 
     def _dropped(self, rid: str, model: str, reason: Literal["abort", "deadline"]) -> Stepped:

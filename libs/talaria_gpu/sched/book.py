@@ -21,6 +21,7 @@ class RoundBook:
         self._estimates = estimates
         self._queues = queues
         self._sp_ms: dict[str, Ewma] = {}
+        self._slot_ms: dict[str, Ewma] = {}
         self.lossy = not (config.suspends and config.ablation.hkvr)
         """Whether a switch throws the running calls' prefill away; each switch shows it anew."""
         self._served: set[str] = set()
@@ -33,6 +34,11 @@ class RoundBook:
         """What SP has used of a slot lately."""
         ewma = self._sp_ms.get(model)
         return ewma.value if ewma is not None and ewma.value is not None else 0.0
+
+    def slot_ms(self, model: str) -> float:
+        """How long the model's slots have been lately; before the first, as configured."""
+        ewma = self._slot_ms.get(model)
+        return ewma.value if ewma is not None and ewma.value is not None else self._config.slot_ms
 
     def begin(
         self, now: float, models: Sequence[str], prefixes: Mapping[str, PrefixState], out: Mapping[str, int]
@@ -64,9 +70,10 @@ class RoundBook:
         self.plan = None
         self._served = set()
 
-    def closed(self, model: str, sp_ms: float) -> None:
-        """A slot ended after so much SP."""
+    def closed(self, model: str, sp_ms: float, active_ms: float) -> None:
+        """A slot ended after so much SP, and so much time in all."""
         self._sp_ms.setdefault(model, Ewma()).add(sp_ms)
+        self._slot_ms.setdefault(model, Ewma()).add(active_ms)
 
     def _make(
         self, now: float, models: Sequence[str], prefixes: Mapping[str, PrefixState], out: Mapping[str, int]

@@ -99,6 +99,8 @@ class Estimates:
         self._prefill: dict[str, Line] = {}
         self._restore: dict[str, Line] = {}
         self._switch: dict[str, Ewma] = {}
+        self._reload: dict[str, Line] = {}
+        self._weights: dict[str, int] = {}
 
     # --- measured
 
@@ -114,9 +116,12 @@ class Estimates:
         if result.restored_tokens:
             self._restore.setdefault(model, Line()).add(result.restored_tokens, result.restore_ms)
 
-    def switch(self, model: str, ms: float) -> None:
-        """Learn from a switch to `model`."""
+    def switch(self, model: str, ms: float, *, loaded_bytes: int = 0, weight_bytes: int = 0) -> None:
+        """Learn from a switch to `model`: of `weight_bytes`, `loaded_bytes` were not staged, or dirty, and loaded."""
         self._switch.setdefault(model, Ewma()).add(ms)
+        if weight_bytes:
+            self._weights[model] = weight_bytes
+            self._reload.setdefault(model, Line()).add(loaded_bytes, ms)
         for runs in self._decode.values():
             runs.end()
 
@@ -143,6 +148,11 @@ class Estimates:
         if known is None and self._switch:
             return sum(map(_known, self._switch.values())) / len(self._switch)
         return _known(known)
+
+    def stage_ms(self, model: str) -> float:
+        """What staging all of `model` takes off the switch to it, about as long as staging itself takes; 0: unknown."""
+        line = self._reload.get(model)
+        return line.at(self._weights[model]) - line.at(0) if line else 0.0
 
     # --- as reported
 

@@ -97,6 +97,12 @@ class Switched:
     """Calls that still ran and kept their KV."""
     retracted: int = 0
     """Calls that still ran and lost it."""
+    loaded_bytes: int = 0
+    """Weights that came from host: not staged, or staged and dirtied."""
+    weight_bytes: int = 0
+    """All of them; 0: not told."""
+    failed: bool = False
+    """It is the model from before: another one could not be brought in, and what that took says nothing of switches."""
 
 
 @dataclass(frozen=True, slots=True)

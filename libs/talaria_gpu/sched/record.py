@@ -69,7 +69,9 @@ def switched(now: float, state: State, message: Switched) -> None:
         state.queues[state.slot.model].after_switch(message.left, suspended=message.suspended)
     if message.suspended or message.retracted:
         state.book.lossy = message.retracted > 0
-    state.estimates.switch(model, switch_ms)
+    if not message.failed:
+        loaded, weights = message.loaded_bytes, message.weight_bytes
+        state.estimates.switch(model, switch_ms, loaded_bytes=loaded, weight_bytes=weights)
     state.fresh.clear()
     queue = state.queues[model]
     owed = queue.owed(now, state.config.patience_ms)

@@ -70,7 +70,7 @@ class SlotScheduler:
         """Schedule `models`.
 
         Args:
-            models: all models of the instance; slots rotate in this order.
+            models: all models of the instance; slots rotate in this order, as long as no other helps staging more.
             config: targets and budgets.
             active: the model that is in the device buffer already, if one is.
             now: the time.
@@ -201,7 +201,7 @@ class SlotScheduler:
         if other is None:
             return self._alone(now, slot)
         if slot.plan is None:
-            self._compete(now, slot)
+            other = self._compete(now, slot) or other
         move = self._advance(now, slot, other)
         if isinstance(move, frozenset):
             return [RunStep(slot.model, move)]
@@ -222,9 +222,13 @@ class SlotScheduler:
             return [RunStep(slot.model, queue.admissible(now, self._state.config.patience_ms))]
         return [RunStep(slot.model, _NOTHING)] if slot.unsettled else []
 
-    def _compete(self, now: float, slot: Slot) -> None:
-        """A second model has work: what the slot has had since it opened counts, and all that waits now is P's."""
+    def _compete(self, now: float, slot: Slot) -> str | None:
+        """A second model has work: what the slot has had since it opened counts, and all that waits now is P's.
+
+        Returns the model that is next, now that there is an order.
+        """
         self._state.book.alone()
+        self._state.reorder()
         slot.plan = self._state.book.slot(now, self._state.with_work(slot.model), self._state.prefixes, self._state.out)
         slot.empty = not self._state.queues[slot.model]
         if slot.mark is None:
@@ -234,6 +238,7 @@ class SlotScheduler:
         self._state.book.began = max(slot.opened - slot.switch_ms / 1000, now - length_s)
         slot.late.clear()
         slot.phase = Phase.P
+        return self._state.next_other()
 
     def _advance(self, now: float, slot: Slot, other: str) -> frozenset[str] | Reason | Literal["linger"]:
         """Go on in the slot: the calls to admit in its next step, or why there is none."""
@@ -288,7 +293,7 @@ class SlotScheduler:
 
     def _close(self, now: float, slot: Slot, reason: Reason) -> SlotOver:
         book = self._state.book
-        book.closed(slot.model, slot.spent_ms[Phase.SP])
+        book.closed(slot.model, slot.spent_ms[Phase.SP], slot.linger_ms + sum(slot.spent_ms.values()))
         over = report.slot_over(now, self._state, slot, reason)
         if slot.empty:
             book.alone()

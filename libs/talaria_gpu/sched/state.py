@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from talaria_gpu.engine.contract import PrefixState
+from talaria_gpu.sched import order
 from talaria_gpu.sched.book import RoundBook
 from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.sched.demand import Batch, Capacity
@@ -48,8 +49,7 @@ class State:
     def with_work(self, first: str) -> list[str]:
         """`first` and, in the order of their slots, the other models with work.
 
-        The order is a fixed rotation, so that nobody is overtaken twice; what staging knows of
-        the next model's readiness would enter here.
+        The order is a fixed rotation as long as anybody waits, so that nobody is overtaken twice.
         """
         start = self.order[first]
         names = [self.names[(start + i) % len(self.names)] for i in range(len(self.names))]
@@ -64,6 +64,12 @@ class State:
             if name != active and self.queues[name]:
                 return name
         return None
+
+    def reorder(self) -> None:
+        """A round begins from nothing: the order that leaves staging most time."""
+        if self.config.ablation.staging:
+            self.names = tuple(order.for_staging(self.names, self.estimates.stage_ms, self.book.slot_ms))
+            self.order = {name: position for position, name in enumerate(self.names)}
 
     # --- what is left of the slot
 

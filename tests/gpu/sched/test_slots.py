@@ -272,6 +272,24 @@ def test_an_idle_slot_lingers_for_a_return_that_is_cheaper_than_two_switches() -
     assert switch == RunSwitch("b")
 
 
+def test_the_way_back_from_a_failed_switch_is_a_slot_but_no_measure_of_switches() -> None:
+    core = scheduler(active="a", slot_ms=10)
+    core.estimates.switch("a", 100.0)
+    arrive(core, 0.0, "r1", "a")
+    step(core, 0.0, "prefill", {"r1": ""})
+    arrive(core, 0.1, "r2", "b")
+    core.handle(0.1, Turn())
+    for _ in range(3):
+        step(core, 0.2, "decode", {"r1": ""})
+        last = core.handle(0.2, Turn())[-1]
+    assert last == RunSwitch("b")
+    core.handle(5.2, Left("r2"))
+    core.handle(5.2, Switched("a", 5000.0, [], suspended=1, failed=True))
+    assert core.active == "a"
+    assert core.estimates.to_switch_ms("a") == 100.0
+    assert core.handle(5.2, Turn()) == [RunStep("a", None)]
+
+
 def test_calls_that_will_be_late_are_counted() -> None:
     core = scheduler(active="a", slot_ms=1000)
     core.estimates.switch("b", 400.0)
