@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from talaria_common.errors import EngineError
 
-TIMEOUT_S = 60.0
-"""For one agreement: a rank that has not come by then hangs."""
+TIMEOUT_S = 300.0
+"""For one agreement: a rank may have to wait for its disk; one that has not come by then hangs."""
 
 
 class RankLostError(EngineError):

@@ -53,7 +53,7 @@ def find(
         return Found(len(chain) * size, tuple(chain))
     while chain:
         end = len(chain) * size
-        tails = [b for b in registry.children(chain[-1]) if 0 < b.tokens < size and b.descriptor is kv]
+        tails = [b for b in registry.children(chain[-1]) if 0 < b.tokens < size]
         for tail in sorted(tails, key=lambda b: -b.tokens):
             if end + tail.tokens <= tokens and tail.state == "host" and tail.key == keys.exact(ids, end + tail.tokens):
                 states = _whole(registry, tail, parts)

@@ -9,6 +9,8 @@ Nothing of SGLang is touched outside this folder. Importing it is cheap; `build`
     scheduler    SGLang's Scheduler, stepped by hand
     sampling     seeds that do not depend on the batch
     accounting   prompt tokens per call: cached, computed, computed again
+    unbound      a model's device memory outside the buffer, given back while it is switched out
+    ranks        several processes, each with a share of every model
     hosted       where a model's KV lives; with tree, identity, saving, restore and suspend it keeps KV on the host
     checks       what this adapter assumes of SGLang, and the leak checks
     engine       `SglangEngine`, the contract of `engine.contract`

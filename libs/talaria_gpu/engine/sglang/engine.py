@@ -133,6 +133,7 @@ class SglangEngine:
         self._switcher.store.put(name, images[0])
         if self._has_canary:
             opened.golden = canary.first_tokens(opened)
+        opened.unbound.leave()
         self._models[name] = opened
         self._progress(
             f"{name}: {opened.region.weight_bytes / 1e6:.0f} MB weights, "
@@ -312,6 +313,7 @@ class SglangEngine:
             self._suspended, retracted = model.residence.leave()
             if model.residence.take_forgot():
                 model.kv_epoch += 1
+        model.unbound.leave()
         if not model.residence.keeps_prefixes:
             model.sessions.clear()
         return retracted

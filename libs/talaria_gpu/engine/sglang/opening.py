@@ -19,6 +19,7 @@ from talaria_gpu.engine.sglang.calls import Call
 from talaria_gpu.engine.sglang.layout import Region
 from talaria_gpu.engine.sglang.scheduler import SlotScheduler
 from talaria_gpu.engine.sglang.spec import ModelSpec
+from talaria_gpu.engine.sglang.unbound import Unbound
 from talaria_gpu.hkvr.agreement import Alone, Ranks
 from talaria_gpu.hkvr.store import HostKv
 
@@ -38,6 +39,8 @@ class OpenModel:
     region: Region
     residence: hosted.PlainModel
     """Where its KV lives."""
+    unbound: Unbound
+    """Its device memory outside the buffer."""
     calls: dict[str, Call] = field(default_factory=dict)
     """Unfinished calls by SGLang's rid."""
     kv_epoch: int = 0
@@ -77,6 +80,7 @@ def open_model(
     Raises:
         EngineError: it does not fit, or SGLang differs from what this adapter assumes.
     """
+    unbound = Unbound.of(name, device)
     args = runtime.server_args(
         spec,
         device=device,
@@ -88,6 +92,7 @@ def open_model(
         seed=seed,
         tree=None if host_kv is None else tree.BACKEND,
         ranks=ranks.size,
+        gives_back=unbound.active,
         hybrid=_recurrent_layers(_config(spec)) > 0,
     )
     context = runtime.new_context(args, ranks.rank)
@@ -97,7 +102,7 @@ def open_model(
         runner = scheduler.model_runner
         placed.append(Region(name, runner.model, runner.token_to_kv_pool, page_size, buffer, make_image=make_image))
 
-    with use_context(context), runtime.building(device, meeting), allocators.low_first():
+    with use_context(context), runtime.building(device, meeting), allocators.low_first(), unbound.building():
         scheduler = SlotScheduler(args, runtime.port_args(), on_memory=place)
     region = placed[0]
     checks.check_built(name, scheduler, kv_tokens, page_size, max_running)
@@ -114,7 +119,7 @@ def open_model(
         vocab_size=scheduler.model_config.vocab_size,
     )
     home = hosted.residence(host_kv, name, spec, scheduler, suspends=suspends, ranks=ranks)
-    return OpenModel(info=info, context=context, scheduler=scheduler, region=region, residence=home)
+    return OpenModel(info=info, context=context, scheduler=scheduler, region=region, residence=home, unbound=unbound)
 
 
 def estimate_bytes(models: dict[str, ModelSpec], kv_tokens: int, page_size: int, max_running: int) -> int:

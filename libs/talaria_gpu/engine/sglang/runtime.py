@@ -46,11 +46,12 @@ def server_args(
     tree: str | None = None,
     ranks: int = 1,
     hybrid: bool = False,
+    gives_back: bool = False,
 ) -> ServerArgs:
     """One model's arguments. What is fixed here is what the adapter relies on: one step at a time, its own tree.
 
     `tree`: a registered prefix tree; None: SGLang's own choice. `device` is rank 0's.
-    `hybrid`: whether it has recurrent layers.
+    `hybrid`: whether it has recurrent layers. `gives_back`: see `unbound`.
     """
     kind, _, index = device.partition(":")
     args: dict[str, Any] = {
@@ -71,6 +72,7 @@ def server_args(
         "log_level": "warning",
         "random_seed": seed,
         "tp_size": ranks,
+        "enable_memory_saver": gives_back,
         # Of hybrids only. With pages of one token SGLang keeps a state at the exact end of each prefill and answer,
         # with larger ones at multiples of the interval, in one slot more per call.
         "max_mamba_cache_size": max_states(page_size, max_running),

@@ -161,6 +161,7 @@ class Switcher:
             target.region.poison()
         target.region.open_kv()
         clock.mark()
+        target.unbound.enter()
         # Graphs and backends hold these addresses: equal, they stay valid.
         checks.check_at_home(target.info.name, target.region)
         self._switches += 1
@@ -239,6 +240,7 @@ class Switcher:
         try:
             self._open_weights(source)
             source.region.open_kv()
+            source.unbound.enter()
             checks.check_at_home(source.info.name, source.region)
             enter(source)
         except EngineError as e:

@@ -99,6 +99,14 @@ class RankedEngine:
     def __init__(self, size: int, options: dict[str, Any], progress: Callable[[str], None] = lambda _: None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="talaria-ranks-")
         self._followers: list[Follower] = []
+        self._stages = bool(options["memory"].staging)
+        try:
+            self._start(size, options, progress)
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self, size: int, options: dict[str, Any], progress: Callable[[str], None]) -> None:
         try:
             for rank in range(1, size):
                 self._followers.append(Follower(rank))
@@ -111,11 +119,8 @@ class RankedEngine:
             self._engine = SglangEngine(**options, ranks=ranks, meeting=meeting / "sglang", progress=progress)
             for follower in self._followers:
                 follower.outcome()
-        except RuntimeError as e:
+        except (RankLostError, RuntimeError) as e:
             self._explain("start", e)
-        except BaseException:
-            self._end()
-            raise
 
     # --- all ranks
 
@@ -188,7 +193,7 @@ class RankedEngine:
 
     def stage(self, model: str) -> None:
         """See the contract."""
-        if self._engine.staged_model != model:
+        if self._stages and self._engine.staged_model != model:
             self._all("stage", model)
 
     def open_model(self, model: str) -> bool:
