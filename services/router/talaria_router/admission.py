@@ -1,4 +1,4 @@
-"""Which candidates may take a call: the round, queue and HBM checks of 3.3, Eq. 2, and when to come back if none may.
+"""Which candidates may take a call: the round, queue and HBM checks of 3.3, and Eq. 2.
 
 Reasons, in the order of the checks (docs/events-router.md):
 
@@ -11,14 +11,12 @@ Reasons, in the order of the checks (docs/events-router.md):
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from talaria_common.wire import ModelState, Snapshot
 from talaria_router.config import RouterConfig
 from talaria_router.cost import Call, Candidate, Place
 
-MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 _GIB = float(1 << 30)
 _MAX_PRESSURE = 0.99
 
@@ -71,16 +69,3 @@ def replica_price_ms(snapshot: Snapshot, model: ModelState, open_ms: float, conf
     pressure = min(max(pressure, 0.0), _MAX_PRESSURE)
     mu = config.mu_ms_per_gib * pressure / (1.0 - pressure)
     return open_ms + mu * model.weight_bytes / _GIB + config.nu_ms
-
-
-def retry_after_s(excess_ms: float | None, queue_full: bool, call_ms: float) -> float:
-    """When coming back makes sense, in s: when the least loaded refuser will have worked its excess off.
-
-    `excess_ms`: by how much it passes the round check, None if nobody was refused by that. `call_ms` is a typical
-    call's time: that long until a full queue has a place.
-    """
-    waits = [] if excess_ms is None else [max(0.0, excess_ms)]
-    if queue_full:
-        waits.append(call_ms)
-    wait_s = min(waits, default=MIN_RETRY_S * 1000) / 1000
-    return min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(wait_s * 10) / 10))

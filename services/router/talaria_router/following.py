@@ -21,7 +21,9 @@ def completed(turn: Turn, c: Completion) -> None:
     placed = state.calls.get(c.rid)
     if not state.calls.complete(c.rid, c.attempt):
         return
+    state.returns.ended(c.model, turn.now)
     if placed is not None:
+        state.returns.ended(("tenant", placed.tenant), turn.now)
         # Not always the one it was placed by: asked again after its deadline, the attempt was placed a second time.
         state.overlay.leave(placed.placement.iid, placed.placement.seq)
     if c.ok:

@@ -133,6 +133,11 @@ class Profiles:
         known = self._model(model)
         return known.returns.get(known.prefills.get(RETURN_PREFILL_MS))
 
+    def call_s(self, model: str) -> float:
+        """What a typical call decodes for, in seconds."""
+        known = self._model(model)
+        return known.output.get(OUTPUT_TOKENS) * known.decode.get(DECODE_STEP_MS) / 1000
+
     def prompt_tokens(self, model: str, prompt_bytes: int) -> int:
         """Estimated prompt tokens of `prompt_bytes` of text."""
         return max(1, round(prompt_bytes / self._model(model).bytes_per_token.get(BYTES_PER_TOKEN)))

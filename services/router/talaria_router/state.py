@@ -21,6 +21,7 @@ from talaria_router.policies import Policy, policy
 from talaria_router.profiles import Profiles
 from talaria_router.ranking import Ranker
 from talaria_router.replicas import Replicas
+from talaria_router.returns import Returns
 from talaria_router.sessions import Entry, SessionTable
 from talaria_router.shared import SharedPrefixes
 
@@ -103,6 +104,7 @@ class RouterState:
         self.fairness = Fairness(self.calls, config.tenants, config.tenant)
         self.gaps = Gaps(config.tau_s, config.tau_learn_max_s)
         self.shared = SharedPrefixes()
+        self.returns = Returns()
         self.waiting: dict[str, Waiting] = {}
         self.probing: dict[str, str] = {}
         """Session key → rid of the call that waits for the probe of its leased instance: the lease is spoken for."""

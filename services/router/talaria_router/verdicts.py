@@ -44,16 +44,16 @@ def overloaded(model: str, reasons: Counter[str], retry_after_s: float) -> Verdi
     return Verdict(reason="overloaded", error=OverloadedError(message, retry_after_s=retry_after_s).info())
 
 
-def tenant_limit(tenant: str, limit: int) -> Verdict:
+def tenant_limit(tenant: str, limit: int, retry_after_s: float) -> Verdict:
     """The tenant has as many calls in flight as it may."""
     message = f"tenant {tenant!r} has {limit} calls in flight, which is its limit"
-    return Verdict(reason="overloaded", error=OverloadedError(message, retry_after_s=1.0).info())
+    return Verdict(reason="overloaded", error=OverloadedError(message, retry_after_s=retry_after_s).info())
 
 
-def queue_share(tenant: str) -> Verdict:
+def queue_share(tenant: str, retry_after_s: float) -> Verdict:
     """The call waited on a place that another tenant has a right to."""
     message = f"the queue is full, and tenant {tenant!r} had more than its share of it"
-    return Verdict(reason="overloaded", error=OverloadedError(message, retry_after_s=1.0).info())
+    return Verdict(reason="overloaded", error=OverloadedError(message, retry_after_s=retry_after_s).info())
 
 
 def _counted(reasons: Counter[str]) -> str:
