@@ -2,16 +2,19 @@
 
     python -m bench.router [--quick] [--runs N]
 
-Timed is what lies between a decoded ask and the bytes to publish: `RouterCore.handle`, the encoded reply and events.
-Meanwhile snapshots come: every 0.5 s of the rig's clock a delta with all instances, outside of the timing, though what
-a decision must evaluate anew because of it is inside. The load is steady at about three calls per instance; half of the
-asks are returns within tau, which consume a lease, half are of other sessions, ranked by cost.
+The core alone (`decision_`, `lease_`) and the router's process over the bus (`router_bus.py`). Timed of the core is
+what lies between a decoded ask and the bytes to publish: `RouterCore.handle`, the encoded reply and events. Meanwhile
+snapshots come: every 0.5 s of the rig's clock a delta with all instances, outside of the timing. The load is steady at
+about three calls per instance; half of the asks are returns within tau, which consume a lease, half are of other
+sessions, ranked by cost.
 
 decision_p50_us_N     a ranked decision with N instances, median over the decisions of a run; also p99
 lease_p50_us_N        a decision by lease
 decision_p50_us_64_sessions_S   with 64 instances and S sessions in the table
 bytes_per_session     memory of the process per session at the most sessions, as completions arrive off the bus
 python_us_1000_adds   this machine now: 1000 turns of an empty Python loop, to compare runs with
+routed_..., bare_...  over NATS, see router_bus.py: calls per second of wall time, and per second of CPU time of the
+                      router and of a process that only answers; routed_calls_over_bare_replies_per_cpu_s is their ratio
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -26,6 +30,7 @@ import time
 from collections import defaultdict, deque
 from pathlib import Path
 
+from bench import router_bus
 from bench.report import Figure, figure, machine, percentile, write
 from talaria_common.clock import ManualClock, to_ms
 from talaria_common.ids import PARTITIONS, hash_id
@@ -51,6 +56,8 @@ HEARTBEAT_S = 0.5
 ASKS_PER_S = 1000.0
 """At most; and 4 per instance."""
 CALLS_PER_INSTANCE = 3
+TOOL_CALLS = 2
+"""Other asks between the end of a call and its session's return."""
 
 
 class World:
@@ -129,12 +136,21 @@ class World:
 
 
 def decisions(world: World, asks: int) -> tuple[list[float], list[float]]:
-    """(µs of ranked decisions, µs of decisions by lease) under steady load."""
+    """(µs of ranked decisions, µs of decisions by lease) under steady load: a call ends for each ask."""
     ranked: list[float] = []
     leased: list[float] = []
     live: deque[tuple[Placement, str]] = deque()
+    away: deque[str] = deque()
     number, next_view = 0, world.now + HEARTBEAT_S
     most = max(4, min(CALLS_PER_INSTANCE * len(world.iids), 2000))
+    chance = random.Random(7)
+
+    def end_one() -> None:
+        if len(live) >= most:
+            done, session_done = live.popleft()
+            world.complete(done, session_done)
+            away.append(session_done)
+
     while len(ranked) + len(leased) < asks:
         number += 1
         world.clock.advance(1 / min(ASKS_PER_S, 4.0 * len(world.iids)))
@@ -142,13 +158,16 @@ def decisions(world: World, asks: int) -> tuple[list[float], list[float]]:
             world.view()
             next_view += HEARTBEAT_S
         session = hash_id("local", f"session {number}")
-        if len(live) >= most:
-            done, session_done = live.popleft()
-            world.complete(done, session_done)
-            if number % 2:
-                session = session_done
+        before = chance.random() < 0.5
+        if before:
+            end_one()
+        if len(away) > TOOL_CALLS:
+            back = away.popleft()
+            session = back if number % 2 else session
         took, placement = world.ask(session, number)
         live.append((placement, session))
+        if not before:
+            end_one()
         if number > most // 2:
             (leased if placement.via == "lease" else ranked).append(took)
     return ranked, leased
@@ -211,26 +230,11 @@ def run(sizes: list[int], sessions: list[int], asks: int) -> dict[str, float]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and asks; the result is not written")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--sizes-only", action="store_true", help="no tables of many sessions")
-    parser.add_argument("--one", action="store_true", help="one run in this process; prints figures as name=value")
-    args = parser.parse_args()
-    sizes, sessions, asks = [2, 64, 1024, 4096], [1_000, 1_000_000], 2000
-    if args.quick:
-        sizes, sessions, asks = [2, 64], [10_000], 800
-    if args.sizes_only:
-        sessions = []
-    if args.one:
-        for name, value in run(sizes, sessions, asks).items():
-            print(f"figure {name}={value}")
-        return 0
-    where = machine()
+def repeat(runs: int, window_s: float, *, quick: bool) -> dict[str, list[float]]:
+    """Each figure's value of every run. A process each: memory of one run must not serve the next."""
     values: dict[str, list[float]] = defaultdict(list)
-    command = [sys.executable, "-m", "bench.router", "--one", *(["--quick"] if args.quick else [])]
-    for n in range(1 if args.quick else args.runs):  # a process each: memory of one run must not serve the next
+    command = [sys.executable, "-m", "bench.router", "--one", *(["--quick"] if quick else [])]
+    for n in range(runs):
         # A million sessions take minutes to remember, and their size does not vary: in the first run only.
         done = subprocess.run(
             [*command, *(["--sizes-only"] if n else [])], stdout=subprocess.PIPE, text=True, check=True
@@ -240,9 +244,42 @@ def main() -> int:
             if line.startswith("figure "):
                 name, _, value = line.removeprefix("figure ").partition("=")
                 values[name].append(float(value))
+        for name, value in router_bus.measure(window_s).items():
+            print(f"{name} = {value:.5g}", flush=True)
+            values[name].append(value)
+    return values
+
+
+def unit(name: str) -> str:
+    """A figure's unit, by its name."""
+    if name == "bytes_per_session":
+        return "bytes"
+    if "_over_" in name:
+        return "x"
+    return "calls/s" if "per_s" in name or "per_cpu_s" in name else "us"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and asks; the result is not written")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--sizes-only", action="store_true", help="no tables of many sessions")
+    parser.add_argument("--one", action="store_true", help="one run in this process; prints figures as name=value")
+    args = parser.parse_args()
+    sizes, sessions, asks, window_s = [2, 16, 64, 256, 1024, 4096], [1_000, 100_000, 1_000_000], 2000, 6.0
+    if args.quick:
+        sizes, sessions, asks, window_s = [2, 64], [10_000], 800, 2.0
+    if args.sizes_only:
+        sessions = []
+    if args.one:
+        for name, value in run(sizes, sessions, asks).items():
+            print(f"figure {name}={value}")
+        return 0
+    where = machine()
+    values = repeat(1 if args.quick else args.runs, window_s, quick=args.quick)
     figures: dict[str, Figure] = {}
     for name, each in values.items():
-        figures[name] = figure(each, "bytes" if name == "bytes_per_session" else "us")
+        figures[name] = figure(each, unit(name))
     if not args.quick:
         print(write("router", args.runs, figures, where=where))
     return 0

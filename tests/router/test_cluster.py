@@ -128,6 +128,43 @@ class TestTelemetryDies:
         assert isinstance(rig.ask(), Placement)
 
 
+class TestSeveralTelemetries:
+    """Each sends its own versions of the same picture; the newest snapshot counts, whoever brought it."""
+
+    def beat(self, rig: Rig, *names: str, full: bool = False) -> None:
+        rig.clock.advance(0.5)
+        a = rig.snapshot("a")
+        for name in names:
+            rig.view(a, telemetry=name, epoch=f"{name}-1", full=full)
+        rig.later(0)
+
+    def test_one_is_enough(self, rig: Rig):
+        self.beat(rig, "t0", "t1", full=True)
+        for n in range(20):
+            self.beat(rig, "t1")
+            assert isinstance(rig.ask(f"s{n}"), Placement)
+        assert only(rig.effects, Follow) == []
+
+    def test_one_that_hears_less_takes_nothing_away(self, rig: Rig):
+        """It has just started, or is cut off: it knows nobody, or only old snapshots."""
+        for n in range(10):
+            rig.clock.advance(0.5)
+            new, old = rig.snapshot("a", (model(queued=n),)), rig.snapshot("a", version=1)
+            rig.view(new, telemetry="t0", epoch="t0-1")
+            rig.view(telemetry="t1", epoch="t1-1", full=True)
+            rig.view(old, telemetry="t2", epoch="t2-1", health="gone")
+            assert rig.state.cluster.get("a").models["m"].queued == n
+            assert rig.state.cluster.health("a", rig.now) == "ok"
+
+    def test_one_that_never_told_all_and_died_keeps_nobody_following(self, rig: Rig):
+        rig.view(rig.snapshot("a"), telemetry="t1", epoch="t1-1")
+        rig.later(0.8)
+        assert rig.state.cluster.following
+        for _ in range(4):
+            self.beat(rig, "t0", full=True)
+        assert not rig.state.cluster.following
+
+
 class TestJustStarted:
     """A router that knows no instance yet keeps its callers a moment instead of refusing them."""
 

@@ -134,6 +134,53 @@ async def test_two_routers_one_is_killed_under_load(mesh: Any):
     assert stayed >= 23
 
 
+async def test_routers_join_and_leave_and_telemetries_come_and_go_under_load(mesh: Any):
+    """A third router joins, one leaves in order, one of two telemetries is cut off for a while and then dies."""
+    processes, api, instances = mesh
+    telemetries = [await processes.start("telemetry", f"telemetry-{n}") for n in (0, 1)]
+    routers = [await processes.start("router", f"router-{n}") for n in (0, 1)]
+    homes: dict[str, list[str]] = {}
+    served: dict[str, set[str]] = {}
+    stop = asyncio.Event()
+
+    async def agent(session: str) -> None:
+        while not stop.is_set():
+            p = await serve(api, instances, session)
+            homes.setdefault(session, []).append(p.iid)
+            served.setdefault(p.router, set()).add(session)
+            await asyncio.sleep(0.05)
+
+    agents = [asyncio.ensure_future(agent(f"s{i}")) for i in range(40)]
+
+    async def all_go_on() -> None:
+        marks = {f"s{i}": len(homes.get(f"s{i}", [])) for i in range(40)}
+        await until(lambda: all(len(homes.get(s, [])) > n + 3 for s, n in marks.items()), 30, "every agent goes on")
+        assert not any(a.done() for a in agents), "no call was lost"
+
+    await until(lambda: len(served) == 2, 30, "both routers route")
+    await all_go_on()
+    before = {s: h[-1] for s, h in homes.items()}
+
+    await processes.start("router", "router-2")
+    await until(lambda: "router-2" in served, 30, "the third gets its share")
+    await all_go_on()
+    telemetries[1].send_signal(signal.SIGSTOP)
+    routers[0].send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(routers[0].wait(), 15) == 0
+    served.clear()
+    await all_go_on()
+    assert set(served) == {"router-1", "router-2"}
+    telemetries[1].send_signal(signal.SIGCONT)  # what it says first is old
+    await all_go_on()
+    telemetries[0].kill()
+    await telemetries[0].wait()
+    await all_go_on()
+    stop.set()
+    await asyncio.gather(*agents)
+    stayed = sum(set(homes[s][-4:]) == {before[s]} for s in before)
+    assert stayed >= 38, "at least 95% kept their place"
+
+
 async def test_an_orderly_end_exits_0(mesh: Any):
     processes, api, instances = mesh
     telemetry = await processes.start("telemetry", "telemetry-0")

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from talaria_common import subjects
 from talaria_common.clock import SystemClock
 from talaria_common.ids import PARTITIONS, partition_of
-from talaria_common.wire import Event, decode
+from talaria_common.wire import ClusterView, Event, InstanceView, ModelState, Snapshot, decode, encode
 from talaria_router.asking import key_of
 from talaria_router.metrics import RouterCollector
 from talaria_router.shell import RouterShell
@@ -196,6 +196,46 @@ async def test_the_view_falls_silent_and_the_router_listens_itself(connect: Conn
         await until(lambda: shell.core.state.cluster.health("b", shell._clock.now()) == "stale")
         await world.view()
         await until(lambda: shell._follow_sub is None, what="it stops when the view is back")
+    finally:
+        await shell.close()
+
+
+async def test_late_duplicated_reordered_and_lost_views_change_nothing_that_is_newer(connect: Connect):
+    world = await World(connect).start()
+    shell = await world.router()
+
+    def queued() -> int:
+        instance = shell.core.state.cluster.get("a")
+        return -1 if instance is None else instance.models[M].queued
+
+    def view(version: int, snapshot: Snapshot, epoch: str = "e", full: bool = False) -> bytes:
+        views = (InstanceView(snapshot=snapshot, age_ms=0, health="ok"),)
+        return encode(ClusterView(telemetry="t0", epoch=epoch, version=version, at_ms=0, full=full, instances=views))
+
+    def load(version: int, n: int) -> Snapshot:
+        models = (ModelState(name=M, state="active", max_running=8, queued=n),)
+        return Snapshot(
+            iid="a", epoch="1", version=version, at_ms=version, pool="cold", status="ready", models=models, max_queued=64
+        )  # fmt: skip
+
+    try:
+        await owns_all(shell)
+        said = [
+            view(1, load(1, 1), full=True),
+            view(2, load(5, 5)),
+            view(2, load(9, 9)),  # a version that was seen
+            view(1, load(9, 9)),  # and an older one
+            view(3, load(4, 4)),  # an older snapshot in a newer view
+            view(7, load(6, 6)),  # 4, 5 and 6 are lost
+            view(1, load(2, 2), epoch="f"),  # a telemetry that has restarted and knows less
+        ]
+        for data in said:
+            await world.bus.publish(subjects.CLUSTER, data)
+        await until(lambda: shell.core.state.cluster.version == 1 and queued() == 6)
+        assert shell.core.state.cluster.gaps == 3
+        await world.bus.publish(subjects.CLUSTER, view(2, load(7, 7), epoch="f"))
+        await until(lambda: queued() == 7)
+        assert (await world.api.place("s")).iid == "a"
     finally:
         await shell.close()
 

@@ -50,6 +50,8 @@ class _Source:
     epoch: str = ""
     version: int = -1
     synced: bool = False
+    """It has told of everybody, and nothing of what it said since was lost."""
+    heard_at: float = float("-inf")
 
 
 class Cluster:
@@ -112,7 +114,7 @@ class Cluster:
         if view.epoch == source.epoch and not follows:
             self.gaps += view.version - source.version - 1
         source.synced = view.full or (source.synced and follows)
-        source.epoch, source.version = view.epoch, view.version
+        source.epoch, source.version, source.heard_at = view.epoch, view.version, now
         self.version = view.version
         self._last_view = self._last_heard = now
         taken = [v.snapshot.iid for v in view.instances if self._take(now - v.age_ms / 1000, v.snapshot, v, now)]
@@ -144,10 +146,15 @@ class Cluster:
         if silent and self._follow_since is None:
             self._follow_since = now
             return True
-        if not silent and self._follow_since is not None and all(s.synced for s in self._sources.values()):
+        if not silent and self._follow_since is not None and self._synced(now):
             self._follow_since = None
             return False
         return None
+
+    def _synced(self, now: float) -> bool:
+        """Whether the telemetries that speak now, one at least, can be relied on for who is there."""
+        speak = [s.synced for s in self._sources.values() if now - s.heard_at <= self.stale_after_s]
+        return bool(speak) and all(speak)
 
     def health(self, iid: str, now: float) -> Health:
         """Health of an instance by what was reported and by its snapshot's age now."""
