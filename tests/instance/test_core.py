@@ -549,6 +549,25 @@ def test_a_snapshot_in_full(rig, build, key):
     assert versions == list(range(1, len(versions) + 1))
 
 
+def test_the_queue_counts_of_returning_calls_what_they_usually_compute(rig, build):
+    def returning(n):
+        key = m.CallKey(build.rid(n), 0)
+        assert rig.forward(key.rid, seq=n, is_continuation=True).accepted
+        rig.tell(m.Tick())
+        return key, rig.snapshot.models[0].queued_tokens
+
+    first, counted = returning(1)
+    assert counted == 20, "nothing is known yet"
+    rig.give(first, "x", cached_tokens=15)
+    second, counted = returning(2)
+    assert counted == 5
+    rig.give(second, "x", cached_tokens=20)
+    assert returning(3)[1] == 4
+    rig.forward(build.rid(4), seq=4)  # a session's first call
+    rig.tell(m.Tick())
+    assert rig.snapshot.models[0].queued_tokens == 24
+
+
 def test_calls_that_will_miss_their_deadline_are_counted(rig, key):
     rig.forward(key.rid, deadline_s=10)
     rig.status(prefill_ms_per_token={"alpha": 1000.0})

@@ -20,12 +20,12 @@ class ModelState(Wire, frozen=True, kw_only=True):
     queued: Int = 0
     running: Int = 0
     queued_tokens: Int = 0
-    """Prompt tokens waiting for prefill."""
+    """Prompt tokens waiting for prefill, without those that are expected to be found cached."""
     kv_epoch: Int = 0
     """Rises when prefixes of this model are forgotten that neither device nor host has any more: older prefix handles
     are then missing. A switch alone does not raise it where the host keeps what the device loses."""
     prefill_ms_per_token: Float = 0.0
-    """EWMA; 0 while nothing was measured."""
+    """Of a prefill of typical size (512 tokens), its fixed cost included; 0 while nothing was measured."""
     decode_step_ms: Float = 0.0
     switch_ms: Float = 0.0
     """Measured time to make it active from host, EWMA."""

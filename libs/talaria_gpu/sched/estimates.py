@@ -9,6 +9,8 @@ from talaria_gpu.engine.contract import StepResult
 
 _ALPHA = 0.2
 _FADE = 0.9
+TYPICAL_TOKENS = 512
+"""A prefill of this size stands for all where one figure per token is asked for."""
 
 
 class Ewma:
@@ -59,12 +61,16 @@ class Runs:
 
 
 class Line:
-    """cost = overhead + slope·tokens, least squares over fading samples; slope through 0 while all are of one size."""
+    """cost = overhead + slope·tokens, least squares over fading samples.
 
-    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
+    While all are of one size, the slope is the last one seen; before there was any, the line goes through 0.
+    """
+
+    __slots__ = ("_n", "_slope", "_x", "_xx", "_xy", "_y")
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._slope: float | None = None
 
     def add(self, tokens: int, ms: float) -> None:
         """Take a sample."""
@@ -73,21 +79,26 @@ class Line:
         self._y = self._y * _FADE + ms
         self._xx = self._xx * _FADE + tokens * tokens
         self._xy = self._xy * _FADE + tokens * ms
+        spread = self._xx * self._n - self._x * self._x
+        if spread > 0.01 * self._xx * self._n:
+            self._slope = max(0.0, (self._xy * self._n - self._x * self._y) / spread)
 
     @property
     def ratio(self) -> float:
         """Milliseconds per token, overhead included; 0: unknown."""
         return self._y / self._x if self._x else 0.0
 
+    @property
+    def typical(self) -> float:
+        """Milliseconds per token of a step of typical size, overhead included; 0: unknown."""
+        return self.at(TYPICAL_TOKENS) / TYPICAL_TOKENS
+
     def at(self, tokens: int) -> float:
         """Predicted ms of a step with so many tokens; 0: unknown."""
         if not self._n:
             return 0.0
-        spread = self._xx * self._n - self._x * self._x
-        slope = self.ratio
-        if spread > 0.01 * self._xx * self._n:
-            # Neither negative overhead nor negative slope is believed: noise of steps of similar size.
-            slope = min(max((self._xy * self._n - self._x * self._y) / spread, 0.0), self.ratio)
+        # Neither negative overhead nor negative slope is believed: noise of steps of similar size.
+        slope = self.ratio if self._slope is None else min(self._slope, self.ratio)
         return (self._y - slope * self._x) / self._n + slope * tokens
 
 
@@ -168,13 +179,17 @@ class Estimates:
 
     @property
     def prefill_ms_per_token(self) -> dict[str, float]:
-        """Milliseconds per prompt token, fixed costs of a step included."""
-        return {m: line.ratio for m, line in self._prefill.items() if line.ratio}
+        """Milliseconds per prompt token of a prefill of typical size.
+
+        Not of those that were seen: where prompts come back cached but for a few tokens, a step's fixed cost would make
+        each token so dear that a router takes any queue for more than a round holds.
+        """
+        return {m: line.typical for m, line in self._prefill.items() if line.typical}
 
     @property
     def restore_ms_per_token(self) -> dict[str, float]:
-        """Milliseconds per token restored from host, fixed costs included."""
-        return {m: line.ratio for m, line in self._restore.items() if line.ratio}
+        """Milliseconds per token of a restore of typical size."""
+        return {m: line.typical for m, line in self._restore.items() if line.typical}
 
 
 def _known(ewma: Ewma | None) -> float:

@@ -290,7 +290,9 @@ class InstanceCore:
     def _snapshot(self, now: float) -> None:
         self._version += 1
         who = snapshot.Identity(self.epoch, self._version, self.status, self.reason)
-        counted = snapshot.Counted([call.load() for call in self.calls.values()], self._placements.seen(now))
+        fresh_tokens = self._ledger.reuse.fresh_tokens
+        loads = [call.load(fresh_tokens(call)) for call in self.calls.values()]
+        counted = snapshot.Counted(loads, self._placements.seen(now))
         message = snapshot.build(now, who, self.settings, self.engine, counted)
         self._out.do(Publish(subjects.snapshot(self.iid), message))
 

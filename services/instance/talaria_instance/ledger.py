@@ -18,6 +18,7 @@ from talaria_instance import events
 from talaria_instance.calls import Call
 from talaria_instance.messages import CallKey, Tell
 from talaria_instance.outbox import Outbox
+from talaria_instance.reuse import Reuse
 from talaria_instance.stream import NOTHING, Fed, OutputStream, error_frame
 
 
@@ -28,6 +29,7 @@ class Ledger:
         self.calls: dict[CallKey, Call] = {}
         self.queued = 0
         """Calls before their first token."""
+        self.reuse = Reuse()
         self._iid = iid
         self._epoch = epoch
         self._kv_epoch = kv_epoch
@@ -58,9 +60,11 @@ class Ledger:
     def feed(self, now: float, call: Call, step: StepTokens, result: StepResult) -> Fed:
         """Take a step's tokens; what they come to is still to be sent, by `send` or `finish`."""
         assert call.stream is not None
-        if step.token_ids and not call.first_token:
-            self.queued -= 1
+        first = bool(step.token_ids) and not call.first_token
         call.note(now, step, result)
+        if first:
+            self.queued -= 1
+            self.reuse.learn(call)
         return call.stream.feed(step)
 
     def send(self, call: Call, fed: Fed) -> None:

@@ -18,7 +18,8 @@ class CallLoad(NamedTuple):
     model: str
     running: bool
     """Past its first token."""
-    prompt_tokens: int
+    fresh_tokens: int
+    """Prompt tokens that are expected to be computed."""
     tokens_left: int
     deadline: float
     """Seconds."""
@@ -93,7 +94,7 @@ def _model(name: str, engine: EngineState, calls: list[CallLoad]) -> ModelState:
         kv_used_tokens=load.kv_used_tokens if load else 0,
         queued=len(queued),
         running=len(calls) - len(queued),
-        queued_tokens=sum(c.prompt_tokens for c in queued),
+        queued_tokens=sum(c.fresh_tokens for c in queued),
         kv_epoch=engine.kv_epoch(name),
         prefill_ms_per_token=status.prefill_ms_per_token.get(name, 0.0) if status else 0.0,
         decode_step_ms=status.decode_step_ms.get(name, 0.0) if status else 0.0,
@@ -114,5 +115,5 @@ def _at_risk(now: float, call: CallLoad, engine: EngineState) -> bool:
         return False
     left_ms = call.tokens_left * status.decode_step_ms.get(call.model, 0.0)
     if not call.running:
-        left_ms += call.prompt_tokens * status.prefill_ms_per_token.get(call.model, 0.0)
+        left_ms += call.fresh_tokens * status.prefill_ms_per_token.get(call.model, 0.0)
     return now + left_ms / 1000 > call.deadline
