@@ -7,7 +7,7 @@ import sys
 
 from bench.report import ROOT
 
-MODULES = ("mesh", "engine", "restore", "switch", "router")
+MODULES = ("mesh", "engine", "restore", "switch", "ablation", "router")
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from bench.ablation import models, scale, sessions
-from bench.ablation.__main__ import KV_TOKENS, LENGTHS, START_SPREAD_S, child
+from bench.ablation.__main__ import KV_TOKENS, PREFIX_TOKENS, START_SPREAD_S, child
 from bench.ablation.figures import values
 from bench.ablation.job import Job
 from bench.agree import simulated
@@ -91,10 +91,10 @@ def main() -> int:
         job = Job(
             ablation="talaria", paths={n: str(p) for n, p in paths.items()}, context=models.CONTEXT, kv_tokens=KV_TOKENS
         )
-        known = child(msgspec.structs.replace(job, lengths=LENGTHS), folder).profiles
+        known = child(msgspec.structs.replace(job, prefix_tokens=PREFIX_TOKENS), folder).profiles
         how = scale.of(known, sessions.median_prefix(calls))
         print(f"agree: {how}", flush=True)
-        fitting, _ = sessions.scaled(calls, how.prompts, models.CONTEXT)
+        fitting, _ = sessions.scaled(calls, how.prompts, how.answers, models.CONTEXT)
         starts = sessions.starts(fitting, START_SPREAD_S * how.time)
         stagger_s = sorted(starts.values())[1] if len(starts) > 1 else 0.0
         job = msgspec.structs.replace(

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from bench.ablation.child import CHUNK, GAP_CAP_S, HOST_KV_BYTES, MAX_RUNNING, PAGE
-from bench.ablation.models import CONTEXT
+from bench.ablation.models import CONTEXT, LAYERS
 from bench.ablation.scale import Scale
 from bench.agree.child import Components, Measured
 from talaria_gpu.engine.contract import SwitchTiming
@@ -20,7 +20,6 @@ from talaria_replay.trace import Call
 
 HARDWARE = "this-machine"
 GIB = 1 << 30
-LAYERS = 3
 
 
 def profiles(found: Components, weights_bytes_per_s: float, kv_bytes_per_s: float, folder: Path) -> Scenario:
@@ -105,7 +104,7 @@ def _model(name: str, of: Measured) -> dict[str, object]:
         "weight_gb": of.weight_bytes / 1e9,
         "kv_bytes_per_token": of.kv_bytes_per_token,
         "kv_heads": 1,
-        "kv_segments": LAYERS if name == "mla" else 2 * LAYERS,
+        "kv_segments": 2 * LAYERS,
         "context_tokens": CONTEXT,
         "max_running": MAX_RUNNING,
         "prefill_tokens": CHUNK,
