@@ -8,7 +8,7 @@
     registry    which blocks are there, who holds them, which go first
     states      recurrent states in the registry: each of one exact prefix
     transfer    rows on the device <-> blocks in host memory (needs torch)
-    moves       copies with checksums, by several threads where the CPU copies (needs torch)
+    moves       copies with checksums, made beside the copies (needs torch)
     store       `HostKv`: all of it together, for one rank (needs torch)
 
 All that need no torch import none; `talaria_gpu.streams` runs the copies. Nothing here knows SGLang; `engine.sglang`

@@ -17,6 +17,8 @@ import torch
 from talaria_gpu.hkvr.descriptor import KvDescriptor
 from talaria_gpu.hkvr.slabs import Cell
 
+LEAST_COPY_BYTES = 64 << 10
+"""Copies that would be smaller on average are left to one that gathers or scatters row by row."""
 SCRATCH_BYTES = 32 << 20
 """Of blocks that are put together, or taken apart, on the device at a time."""
 
@@ -97,58 +99,48 @@ def _fragments(blocks: torch.Tensor, descriptor: KvDescriptor, run: _Run, stack:
     return blocks.as_strided((count, run.blocks, run.tokens, width), strides, start)
 
 
-# --- between two memories of the CPU: numpy copies whole inner stretches, and lets other threads run meanwhile
+# --- between two memories of the CPU
 
 
 def _gather(stack: Stack, run: _Run, there: torch.Tensor) -> None:
-    units, picked = _units(stack, run)
-    if picked is None:
-        np.copyto(_array(there), _array(units.view(there.shape)))
-    else:
-        _array(there.view(len(units), *picked.shape, -1))[...] = _array(units)[:, picked]
+    rectangles = _rectangles(stack, run)
+    for first, count, row in rectangles:
+        part = there[:, first : first + count]
+        part.copy_(stack.rows[:, row : row + count * run.tokens].view(part.shape))
+    if not rectangles:
+        (source,) = _wide(stack.rows)
+        picked = source.index_select(1, torch.from_numpy(run.rows))
+        there.copy_(picked.view(torch.uint8).view(there.shape))
 
 
 def _scatter(stack: Stack, run: _Run, there: torch.Tensor) -> None:
-    units, picked = _units(stack, run)
-    if picked is None:
-        np.copyto(_array(units.view(there.shape)), _array(there))
-    else:
-        _array(units)[:, picked] = _array(there.view(len(units), *picked.shape, -1))
+    rectangles = _rectangles(stack, run)
+    for first, count, row in rectangles:
+        part = there[:, first : first + count]
+        stack.rows[:, row : row + count * run.tokens].view(part.shape).copy_(part)
+    if not rectangles:
+        into, moved = _wide(stack.rows, there.reshape(len(stack.rows), len(run.rows), -1))
+        into.index_copy_(1, torch.from_numpy(run.rows), moved)
 
 
-class _Bytes:
-    """Memory as numpy asks for it."""
+def _rectangles(stack: Stack, run: _Run) -> list[tuple[int, int, int]]:
+    """Neighbouring blocks whose rows follow each other: (first block, how many, first row); [] where these are small.
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.__array_interface__ = {
-            "data": (memory.data_ptr(), False),
-            "shape": tuple(memory.shape),
-            "strides": memory.stride(),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
-def _array(memory: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The same bytes. `Tensor.numpy` would make the storage one that cannot be given back while views of it live."""
-    return np.asarray(_Bytes(memory))
-
-
-def _units(stack: Stack, run: _Run) -> tuple[torch.Tensor, np.ndarray[Any, Any] | None]:
-    """The stack cut into stretches of rows that stay together, and which of them each block has.
-
-    None: the run's rows follow each other, and the first of the two is just these.
+    Each is one strided copy, which runs at the memory's own speed where there is enough in it.
     """
-    rows, first, size = run.rows, int(run.rows[0]), run.tokens
-    total = stack.rows.shape[1]
-    if int(rows[-1]) - first == len(rows) - 1 and bool((rows[1:] == rows[:-1] + 1).all()):
-        if first + len(rows) > total:
-            raise IndexError(f"rows up to {first + len(rows) - 1} of {total}")
-        return stack.rows[:, first : first + len(rows)], None
-    table = rows.reshape(run.blocks, size)
-    if total % size == 0 and not (table[:, 0] % size).any() and (table == table[:, :1] + np.arange(size)).all():
-        return stack.rows.view(len(stack.rows), total // size, -1), table[:, :1] // size
-    return stack.rows, table
+    table = run.rows.reshape(run.blocks, run.tokens)
+    if not (table == table[:, :1] + np.arange(run.tokens)).all():
+        return []
+    firsts = table[:, 0]
+    cuts = np.flatnonzero(firsts[1:] != firsts[:-1] + run.tokens) + 1
+    starts = [0, *cuts.tolist()]
+    count, total, width = stack.rows.shape
+    if len(starts) > 1 and count * len(run.rows) * width < LEAST_COPY_BYTES * len(starts):
+        return []
+    if int(firsts.max()) + run.tokens > total:
+        raise IndexError(f"rows up to {int(firsts.max()) + run.tokens - 1} of {total}")
+    ends = [*starts[1:], run.blocks]
+    return [(start, end - start, int(firsts[start])) for start, end in zip(starts, ends, strict=True)]
 
 
 # --- over a link: blocks are put together on the device

@@ -20,14 +20,13 @@ SPECS = {
 }
 
 
-@pytest.fixture(params=["direct", "link"])
+@pytest.fixture(params=["direct", "in small copies", "link"])
 def path(request, monkeypatch):
     """The way over a link is taken between two CPU memories here; what it copies is the same."""
     if request.param == "link":
         monkeypatch.setattr(transfer, "SCRATCH_BYTES", 300)
-        for name, over_link in (("_gather", "_download"), ("_scatter", "_upload")):
-            monkeypatch.setattr(transfer, name, None)
-            assert callable(getattr(transfer, over_link))
+        monkeypatch.setattr(transfer, "_gather", None)
+        monkeypatch.setattr(transfer, "_scatter", None)
         real = transfer._runs
 
         def out(kv, pool, pieces):
@@ -39,6 +38,7 @@ def path(request, monkeypatch):
                 transfer._upload(kv, run, pool)
 
         return out, back
+    monkeypatch.setattr(transfer, "LEAST_COPY_BYTES", 1 if "small" in request.param else 1 << 20)
     return device_to_host, host_to_device
 
 
