@@ -49,6 +49,16 @@ class Outcome:
             else:
                 self.rows.append(Row(what, name, metric(result.summary, name), published.get(name)))
 
+    def compare(self, what: str, result: SimResult | str, base: SimResult | str, paper: Mapping[str, float]) -> None:
+        """The experiment's relative metrics, over those of `base`; `paper`: the same ratios as published."""
+        if isinstance(result, str) or isinstance(base, str):
+            return
+        for name in self.experiment.relative:
+            above, below = metric(result.summary, name), metric(base.summary, name)
+            if above is not None and below:
+                name_over = f"{name} over {base.scenario.ablation}'s"
+                self.rows.append(Row(what, name_over, round(above / below, 4), paper.get(name)))
+
     def draw(self, what: str, result: SimResult | str) -> None:
         """Its curve."""
         if not isinstance(result, str):

@@ -134,13 +134,19 @@ class Runner:
         out = Outcome(e)
         for calibration in e.calibrations or [scenario.calibration]:
             for start in e.starts or ["all at once"]:
+                base: SimResult | str = ""
                 for configuration in e.configurations:
                     what = ", ".join([configuration, calibration] + ([start] if len(e.starts) > 1 else []))
                     changed = _with(
                         scenario, {"calibration": calibration, "ablation": configuration} | _start(self._spec, start)
                     )
                     result = self._simulate(what, changed, calls)
-                    out.add(what, result, e.metrics, e.paper.get(configuration, {}))
+                    published, first = e.paper.get(configuration, {}), e.configurations[0]
+                    out.add(what, result, e.metrics, published)
+                    base = base or result
+                    if configuration != first:
+                        own = e.paper.get(first, {})
+                        out.compare(what, result, base, {n: published[n] / own[n] for n in published.keys() & own})
                     out.draw(what, result)
         out.notes.append(f"{len(calls)} calls of {len(trace.sessions(calls))} sessions; {self.source}")
         return out

@@ -32,6 +32,8 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     section: str
     scenario: str = ""
     metrics: list[str] = []
+    relative: list[str] = []
+    """Metrics that are also shown over those of the first configuration."""
     curve: Curve = ""
     """What its picture shows."""
     calibrations: list[str] = []

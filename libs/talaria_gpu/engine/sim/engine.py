@@ -377,7 +377,7 @@ class SimEngine:
         left = min(c.call.sampling.max_new_tokens - len(c.out) for c in running)
         left = left if self.most_steps is None else min(left, self.most_steps)
         if self._kept is not None:
-            left = min(left, self._kept.most_steps(self._active or "", len(pool.running)))
+            left = min(left, self._kept.most_steps(self._active or "", self._admit, len(pool.running)))
         return max(1, min(left, 1 + pool.available // len(pool.running)))
 
     def _cut(self, at: float | None = None) -> None:

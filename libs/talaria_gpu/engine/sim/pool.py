@@ -212,6 +212,7 @@ class SimPool:
             if todo + (reserve if self.running else 0) > self.available:
                 self.cache.unlock(node)
                 break
+            self.cache.use(node, now)
             call.node, call.start, call.done = node, cached, cached
             if call.cached is None:
                 call.cached = call.high = cached
@@ -261,13 +262,14 @@ class SimPool:
 
     def expect(self, call: SimCall, end: int, now: float) -> Coming | None:
         """Rows for the first `end` tokens of a waiting call's prefix; None: the device has them, or no room."""
-        node, have = self.cache.match(call.call.salt, call.prefix(end), now)
+        node, have = self.cache.match(call.call.salt, call.prefix(end))
         if have >= end:
             return None
         self.cache.lock(node)
         if end - have > self.available:
             self.cache.unlock(node)
             return None
+        self.cache.use(node, now)
         self._make_room(end - have)
         self._coming += end - have
         return Coming(call, end, have, node)

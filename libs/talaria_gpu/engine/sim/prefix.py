@@ -71,20 +71,28 @@ class PrefixCache:
         self.tokens = 0
         self.locked_tokens = 0
 
-    def match(self, salt: str, codes: bytes, now: float) -> tuple[Node, int]:
-        """The node where the longest cached prefix of `codes` ends, and its length in tokens."""
-        node = self._root(salt, now)
+    def match(self, salt: str, codes: bytes, now: float | None = None) -> tuple[Node, int]:
+        """The node where the longest cached prefix of `codes` ends, and its length, tokens; with `now`, it is used."""
+        node = self._root(salt)
         position = 0
         while True:
             child = node.children.get(codes[position : position + self._code])
             if child is None:
                 break
-            child.used = now
+            if now is not None:
+                child.used = now
             common = self._common(child.edge, codes, position)
             if common < len(child.edge):
                 child = self._split(child, common)
             node, position = child, position + common
         return node, self._tokens(position)
+
+    def use(self, node: Node, now: float) -> None:
+        """`node` and all above it are used."""
+        at: Node | None = node
+        while at is not None:
+            at.used = now
+            at = at.parent
 
     def length(self, salt: str, codes: bytes) -> int:
         """Tokens of the longest cached prefix of `codes`; changes nothing."""
@@ -158,10 +166,10 @@ class PrefixCache:
     def _tokens(self, size: int) -> int:
         return size // self._code * self._page_tokens
 
-    def _root(self, salt: str, now: float) -> Node:
+    def _root(self, salt: str) -> Node:
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(b"", 0, None, now)
+            root = self._roots[salt] = Node(b"", 0, None, 0.0)
         return root
 
     def _common(self, edge: bytes, codes: bytes, position: int) -> int:

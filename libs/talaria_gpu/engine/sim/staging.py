@@ -16,6 +16,8 @@ from talaria_gpu.staging.plan import Segment, StagePlan, SwitchPlan, stage_plan,
 
 PAGE_TOKENS = 1024
 """Rows are lent and taken back by so many: finer pages cost time and change little."""
+MOST_CHUNKS = 128
+"""Nor is a staging cut into more chunks than about this."""
 STREAM = "weights"
 
 
@@ -41,7 +43,7 @@ class Staging:
         now: float,
     ) -> None:
         self.model = name
-        self.chunk_bytes = substrate.chunk_bytes * source.kv_segments
+        self.chunk_bytes = _chunk_bytes(substrate, source, target.weight_bytes)
         self.chunks = ChunkMap(_plan(substrate, source, target.weight_bytes, -(-used_tokens // PAGE_TOKENS)))
         self._link = link
         self._flying: tuple[int, Transfer] | None = None
@@ -129,5 +131,9 @@ def _plan(substrate: Substrate, source: ModelSpec, weight_bytes: int, first_free
         [Segment(source.weight_bytes, page_bytes)],
         range(first_free, pages),
         (source.weight_bytes + pages * page_bytes, substrate.buffer_bytes),
-        chunk_bytes=substrate.chunk_bytes * source.kv_segments,
+        chunk_bytes=_chunk_bytes(substrate, source, weight_bytes),
     )
+
+
+def _chunk_bytes(substrate: Substrate, source: ModelSpec, weight_bytes: int) -> int:
+    return max(substrate.chunk_bytes * source.kv_segments, weight_bytes // MOST_CHUNKS)

@@ -120,11 +120,14 @@ class SimSubstrate:
         """When all KV copies under way are over; -inf: none is."""
         return -math.inf if self.host is None else self.host.all_over()
 
-    def most_steps(self, model: str, batch: int) -> int:
-        """Decode iterations until a prefix may arrive, a copy's rows may be evicted, or staged chunks are lost."""
-        host = self.host
-        if host is not None and (host.is_restoring(model) or (host.saving and self._pools[model].waiting)):
-            return 1
+    def most_steps(self, model: str, admit: frozenset[str] | None, batch: int) -> int:
+        """Decode iterations until a prefix may arrive, one may be asked for, or staged chunks are lost."""
+        host, waiting = self.host, self._pools[model].waiting
+        if host is not None:
+            # Calls that could start but for room: each row that others take may cost them their prefix.
+            refused = any(admit is None or rid in admit for rid in waiting)
+            if refused or host.is_restoring(model) or (host.saving and waiting):
+                return 1
         if self.staging is None:
             return 1 << 62
         return 1 + self.staging.spared_tokens(self._pools[model].used) // batch
