@@ -64,7 +64,9 @@ def life(
     instance = InstanceSettings(id="i", engine="sim", models=("a", "b"), page_size=16)
     engine = SimEngine(instance, clock, Device(capacity, substrate), macro=macro)
     driver = SlotDriver(engine, config, clock, idle_check_s=0.5)
-    todo = sorted((1000.0 + at / 1000, f"r{n}", m, p, c) for n, (at, m, p, c) in enumerate(arrivals))
+    # A third of a microsecond late, as all times of the device are whole ones: nothing comes just when an iteration ends,
+    # where rounding would decide.
+    todo = sorted((1000.0 + at / 1000 + 3.3e-7, f"r{n}", m, p, c) for n, (at, m, p, c) in enumerate(arrivals))
     ends: dict[str, Any] = {}
     slots: list[Any] = []
     turns = 0
