@@ -64,9 +64,9 @@ def life(
     instance = InstanceSettings(id="i", engine="sim", models=("a", "b"), page_size=16)
     engine = SimEngine(instance, clock, Device(capacity, substrate), macro=macro)
     driver = SlotDriver(engine, config, clock, idle_check_s=0.5)
-    # A third of a microsecond late, as all times of the device are whole ones: nothing comes just when an iteration ends,
-    # where rounding would decide.
-    todo = sorted((1000.0 + at / 1000 + 3.3e-7, f"r{n}", m, p, c) for n, (at, m, p, c) in enumerate(arrivals))
+    # Each a fraction of a microsecond late, as all times of the device are whole ones: nothing comes just when an
+    # iteration ends, where rounding would decide.
+    todo = sorted((1000.0 + at / 1000 + n * 6.17e-8, f"r{n}", m, p, c) for n, (at, m, p, c) in enumerate(arrivals))
     ends: dict[str, Any] = {}
     slots: list[Any] = []
     turns = 0
