@@ -79,6 +79,8 @@ class SlotDriver:
         self._scheduler = SlotScheduler(names, config, engine.active, clock.now(), capacity)
         self._opening: dict[str, float] = {}
         """Models that are being opened, with the time of the command."""
+        self._poll_at = 0.0
+        """When to ask the engine about the first of them."""
         self._staging = config.ablation.staging
         self._under_way: ask.RunStep | _Switching | None = None
         self._idle_check_s = idle_check_s
@@ -127,6 +129,7 @@ class SlotDriver:
         if info is not None:
             return [Opened(info=info)]
         self._opening.setdefault(model, self._clock.now())
+        self._poll_at = 0.0
         return []
 
     def close_model(self, model: str) -> list[Report]:
@@ -143,6 +146,7 @@ class SlotDriver:
         """Ask for the model whose opening was asked for first."""
         model, since = next(iter(self._opening.items()))
         try:
+            self._poll_at = self._clock.now() + _OPENING_POLL_S
             if not self._engine.open_model(model):
                 return []
         except TalariaError as e:
@@ -158,7 +162,10 @@ class SlotDriver:
     def next_wakeup(self) -> float | None:
         """Seconds until `turn` has something to do: 0 at once, None when only a new call can bring it."""
         wait = self._until_work()
-        return wait if not self._opening else _OPENING_POLL_S if wait is None else min(wait, _OPENING_POLL_S)
+        if not self._opening:
+            return wait
+        poll = max(0.0, self._poll_at - self._clock.now())
+        return poll if wait is None else min(wait, poll)
 
     def _until_work(self) -> float | None:
         now = self._clock.now()

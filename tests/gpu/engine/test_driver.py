@@ -155,6 +155,34 @@ def test_models_are_closed_and_opened_at_run_time() -> None:
     assert "not configured" in rig.of(Closed)[-1].error
 
 
+def test_a_model_is_opened_though_nothing_else_is_to_be_done() -> None:
+    """The worker asks when to come back both before and after it slept, and turns only when that is now."""
+
+    class Slow(SimEngine):
+        asked = 0
+
+        def open_model(self, model: str) -> bool:
+            self.asked += 1
+            return self.asked > 3 and super().open_model(model)
+
+    rig = Rig()
+    rig.engine = Slow(rig.instance, rig.clock)
+    rig.driver = SlotDriver(rig.engine, SlotConfig(100, 10), rig.clock)
+    rig.driver.close_model("b")
+    assert rig.driver.next_wakeup() is None
+    rig.driver.open("b")
+    for n in range(4):
+        assert rig.driver.next_wakeup() == 0, "time has come"
+        reports = rig.driver.turn(rig.clock.now())
+        assert bool(reports) == (n == 3)
+        if n < 3:
+            wait = rig.driver.next_wakeup()
+            assert wait is not None
+            assert 0 < wait <= 0.1
+            rig.clock.advance(wait)
+    assert rig.engine.asked == 4
+
+
 class Broken(SimEngine):
     """Cannot be switched to b."""
 
