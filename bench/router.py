@@ -244,9 +244,9 @@ def repeat(runs: int, window_s: float, *, quick: bool) -> dict[str, list[float]]
             if line.startswith("figure "):
                 name, _, value = line.removeprefix("figure ").partition("=")
                 values[name].append(float(value))
-        for name, value in router_bus.measure(window_s).items():
-            print(f"{name} = {value:.5g}", flush=True)
-            values[name].append(value)
+        for name, measured in router_bus.measure(window_s).items():
+            print(f"{name} = {measured:.5g}", flush=True)
+            values[name].append(measured)
     return values
 
 

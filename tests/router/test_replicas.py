@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from talaria_router.messages import Control, Controlled, Effect
 from talaria_router.replicas import leader
 from tests.router.rig import M, Rig, model, only, outcome, seen
@@ -29,11 +31,13 @@ class TestOpening:
         assert [rig.ask(f"s{n}") for n in range(3)] == [None] * 3
         assert said(rig) == [("a", "open")]
         rig.do(Controlled(Control("a", "open", M), ok=True))
-        rig.view(rig.snapshot("a", (model(state="cold"),)))
-        assert len(rig.state.waiting) == 3
+        for state in ("cold", "loading"):
+            rig.view(rig.snapshot("a", (model(state=state),)))
+            assert rig.ask(f"in the middle: {state}") is None
+        assert len(rig.state.waiting) == 5
         rig.view(rig.snapshot("a", (model(state="host"),)))
         assert not rig.state.waiting
-        assert rig.state.counts.routed == {"cost": 3}
+        assert rig.state.counts.routed == {"cost": 5}
         assert said(rig) == [("a", "open")]
 
     def test_who_refuses_is_not_asked_again_and_another_is(self):
@@ -77,6 +81,16 @@ class TestOpening:
         rig.view(rig.snapshot("b", max_queued=4))
         assert [p.iid for p in rig.state.calls._placed.values() for p in [p.placement]] == ["b"]
 
+    @pytest.mark.parametrize("policy", ["talaria", "least-pressure"])
+    def test_a_model_that_is_being_loaded_is_waited_for_unless_another_is_better(self, policy: str):
+        rig = Rig(policy=policy)
+        loading = rig.snapshot("a", (model(state="loading"),))
+        rig.view(loading, rig.snapshot("b", (model(queued=60, running=8),), status="draining"), full=True)
+        assert rig.ask() is None
+        assert said(rig) == []
+        rig.view(rig.snapshot("a", (model(state="failed"),)), rig.snapshot("b"))
+        assert [p.placement.iid for p in rig.state.calls._placed.values()] == ["b"]
+
     def test_the_comparison_policies_open_by_placing(self):
         rig = cold_pool(policy="least-pressure")
         assert rig.placed().iid == "a"
@@ -117,6 +131,24 @@ class TestClosing:
             rig.view(rig.snapshot("a", (model(state="host"), model("other"))), full=True)
             rig.later(1)
         assert said(rig) == []
+
+    def test_nor_both_because_the_snapshot_is_late(self):
+        """The one that was told to close still looks as if it held the model."""
+        rig = Rig(replica_idle_s=5.0, control_window_s=1.0)
+        for _ in range(40):
+            both = (model(state="host"), model("other"))
+            rig.view(rig.snapshot("a", both), rig.snapshot("b", both), full=True)
+            for control in only(rig.later(0.2), Control):
+                rig.do(Controlled(control, ok=True))
+        assert said(rig) == [("a", "close")]
+
+    def test_a_refused_close_keeps_nobody_from_opening(self):
+        rig = self.pool()
+        assert self.idle(rig, 33) == [("a", "close")]
+        rig.do(Controlled(Control("a", "close", M), ok=False))
+        rig.view(rig.snapshot("a", (model(state="cold"), model("other"))), rig.snapshot("b", (model(state="cold"),)))
+        assert rig.ask() is None
+        assert said(rig)[-1] == ("a", "open")
 
     def test_never_one_with_work_or_the_active_one(self):
         assert self.idle(self.pool(), 40, queued=1) == []

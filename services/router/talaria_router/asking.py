@@ -128,11 +128,15 @@ def room(turn: Turn) -> None:
 
 
 def _opens(turn: Turn, model: str, ranking: Ranking) -> bool:
-    """Whether the best place is one where the model has to be opened first; then that is under way."""
-    state = turn.state
-    if not state.policy.eq2 or not ranking.order or ranking.order[0].state != "cold":
+    """Whether the best place is one where the model is not open yet; then that is under way, and the call waits."""
+    state, best = turn.state, ranking.order[0] if ranking.order else None
+    if best is None:
         return False
-    control = state.replicas.open(ranking.order[0].iid, model, turn.now)
+    if best.state == "loading":
+        return True  # it would refuse the call still
+    if best.state != "cold" or not state.policy.eq2:
+        return False
+    control = state.replicas.open(best.iid, model, turn.now)
     if control is not None:
         state.counts.commands["open"] += 1
         turn.out.append(control)

@@ -36,8 +36,10 @@ class Replicas:
         self._profiles = profiles
         self._config = config
         self._opening: dict[str, tuple[str, float]] = {}
-        self._refused: dict[Replica, float] = {}
-        """Until when not to ask again."""
+        self._refused: dict[tuple[str, str, str], float] = {}
+        """(verb, iid, model): until when not to ask again."""
+        self._closing: dict[Replica, float] = {}
+        """Told to close, though the snapshot may still show it; until when that is believed."""
         self._closed: dict[Replica, float] = {}
         """Until when not to open again for gain."""
         self._idle_since: dict[Replica, float] = {}
@@ -48,10 +50,9 @@ class Replicas:
         opening = self._opening.get(model)
         if opening is not None:
             return opening[0] == iid
-        replica = (iid, model)
-        if now < self._refused.get(replica, 0.0):
+        if now < self._refused.get(("open", iid, model), 0.0):
             return False
-        return not held or now >= self._closed.get(replica, 0.0)
+        return not held or now >= self._closed.get((iid, model), 0.0)
 
     def open(self, iid: str, model: str, now: float) -> Control | None:
         """Open the model there; None: that is under way."""
@@ -64,8 +65,10 @@ class Replicas:
         """The instance's answer to a command."""
         replica = (control.iid, control.model)
         if not ok:
-            self._refused[replica] = now + REFUSED_WINDOWS * self._window_s
-            if self._opening.get(control.model, ("", 0.0))[0] == control.iid:
+            self._refused[control.verb, control.iid, control.model] = now + REFUSED_WINDOWS * self._window_s
+            if control.verb == "close":
+                self._closing.pop(replica, None)
+            elif self._opening.get(control.model, ("", 0.0))[0] == control.iid:
                 del self._opening[control.model]
         elif control.verb == "close":
             self._closed[replica] = now + self._window_s
@@ -87,6 +90,7 @@ class Replicas:
             return []
         self._next_look = now + self._window_s / 10
         self._refused = {r: until for r, until in self._refused.items() if until > now}
+        self._closing = {r: until for r, until in self._closing.items() if until > now and self._shown(r)}
         self._closed = {r: until for r, until in self._closed.items() if until > now}
         seen: set[Replica] = set()
         out: list[Control] = []
@@ -103,8 +107,14 @@ class Replicas:
                     # One at a time, and the same one not at once again: the next snapshots may judge otherwise.
                     out.append(Control(iid, "close", state.name))
                     self._idle_since[replica] = now
+                    self._closing[replica] = now + REFUSED_WINDOWS * self._window_s
         self._idle_since = {r: since for r, since in self._idle_since.items() if r in seen}
         return out
+
+    def _shown(self, replica: Replica) -> bool:
+        """Whether the snapshot shows the replica."""
+        state = self._cluster.models(replica[0]).get(replica[1])
+        return state is not None and state.state in HELD
 
     def _idle(self, instance: Instance, model: ModelState) -> bool:
         charge = self._overlay.of(instance.snapshot.iid, model.name)
@@ -116,12 +126,13 @@ class Replicas:
         iid = instance.snapshot.iid
         if instance.snapshot.status != "ready" or self._cluster.health(iid, now) != "ok":
             return False
-        if now < self._refused.get((iid, model.name), 0.0) or model.name in self._opening:
+        if now < self._refused.get(("close", iid, model.name), 0.0) or model.name in self._opening:
             return False
         waits = [
             self._profiles.of(other, state).switch_ms if state.state == "host" else 0.0
             for other in self._cluster.serving(model.name)
             if other != iid
+            and (other, model.name) not in self._closing
             and self._cluster.health(other, now) == "ok"
             and (state := self._cluster.models(other)[model.name]).state in {"active", "host"}
         ]
