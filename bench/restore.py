@@ -101,8 +101,11 @@ def bandwidths(device: str, tokens: int, runs: int) -> dict[str, Figure]:
                     raise RuntimeError(f"{got} of {tokens} tokens came back")
 
             save()
-            store.registry.drop_model(spec.identity)  # the pool's pages have been touched now
-            moved = {"save": timed(save)}
+            saves = []
+            for _ in range(BEST_OF):  # the pool's pages have been touched now
+                store.registry.drop_model(spec.identity)
+                saves.append(timed(save))
+            moved = {"save": min(saves)}
             moved["restore"] = min(timed(lambda: restore(contiguous)) for _ in range(BEST_OF))
             moved["scattered_restore"] = min(timed(lambda: restore(scattered)) for _ in range(BEST_OF))
             for what, seconds in moved.items():
