@@ -10,6 +10,7 @@ sessions, ranked by cost.
 
 decision_p50_us_N     a ranked decision with N instances, median over the decisions of a run; also p99
 lease_p50_us_N        a decision by lease
+step_p50_us_N         both together, as they come: half and half
 decision_p50_us_64_sessions_S   with 64 instances and S sessions in the table
 bytes_per_session     memory of the process per session at the most sessions, as completions arrive off the bus
 python_us_1000_adds   this machine now: 1000 turns of an empty Python loop, to compare runs with
@@ -217,6 +218,7 @@ def run(sizes: list[int], sessions: list[int], asks: int) -> dict[str, float]:
         found[f"decision_p50_us_{n}"] = percentile(ranked, 0.5)
         found[f"decision_p99_us_{n}"] = percentile(ranked, 0.99)
         found[f"lease_p50_us_{n}"] = percentile(leased, 0.5)
+        found[f"step_p50_us_{n}"] = percentile(ranked + leased, 0.5)
         print(f"{n} instances: p50 {found[f'decision_p50_us_{n}']:.1f} us, p99 {found[f'decision_p99_us_{n}']:.0f} us,"
               f" by lease p50 {found[f'lease_p50_us_{n}']:.1f} us", flush=True)  # fmt: skip
     for count in sessions:

@@ -82,7 +82,7 @@ class Replicas:
         for model, (iid, until) in list(self._opening.items()):
             instance = self._cluster.get(iid)
             state = instance.models.get(model) if instance is not None else None
-            if now >= until or state is None or state.state in HELD:
+            if now >= until or state is None or state.state in {"active", "host"}:
                 del self._opening[model]
             elif state.state == "failed":
                 self.answered(now, Control(iid, "open", model), ok=False)
