@@ -57,7 +57,7 @@ def run(scenario: Scenario, ablation: str, how: Scale, calls: Sequence[Call], st
         t_tpot_ms=slots["t_tpot_ms"],
         gap_cap_s=GAP_CAP_S * scale,
         stagger_s=stagger_s,
-        heartbeat_s=60.0,
+        heartbeat_s=0.5,
     )
     return simulate(changed, scaled)
 
