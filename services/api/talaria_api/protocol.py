@@ -170,7 +170,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: TalariaError) -> None:
         """Answer what never became a request, and hang up; not into an answer that is being written."""
-        answering = self.cycle is not None and not self.cycle.response_complete
+        answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if not answering and not self.transport.is_closing():
             body = errors.body(error)
             self.transport.write(
