@@ -5,29 +5,48 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from tests.mesh.settings import sim
 from tests.support.load import Outcome, session, stream_chat
 from tests.support.mesh import Mesh, mesh
 
-pytestmark = [pytest.mark.chaos, pytest.mark.mesh, pytest.mark.timeout(150)]
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.mesh,
+    pytest.mark.timeout(150),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 PACED = {"ttft_ms": 20.0, "decode_step_ms": 20.0, "switch_ms": 20.0}
 CALLS, SESSIONS, TOKENS = 4, 12, 25
 
 
-@pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[Mesh]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     settings = sim(
         {"id": "cold-0", "sim": PACED, "slot_ms": 300.0, "drain_ms": 50.0},
         {"id": "cold-1", "sim": PACED, "slot_ms": 300.0, "drain_ms": 50.0},
     )
-    async with mesh(tmp_path, settings, apis=2) as it:
+    async with mesh(tmp_path_factory.mktemp("kills"), settings, apis=2) as it:
         yield it
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def running(shared: Mesh) -> Mesh:
+    """The whole mesh, well: what the last test killed is started again, as `talaria up` would."""
+    for part in shared.parts.values():
+        assert part.process is not None
+        if part.process.poll() is not None:
+            part.start()
+        part.kill(signal.SIGCONT)
+    for url in shared.urls:
+        await shared.wait_ready(40, url)
+    await shared.all_instances_ready(40)
+    return shared
 
 
 def load(http: httpx.AsyncClient, tag: str, **body: object) -> asyncio.Future[list[list[Outcome]]]:

@@ -219,7 +219,10 @@ DECODE = 10
 def test_two_models_share_the_device_without_thrashing(
     switch_ms: int, gap: int, turns: int, slot_ms: float, name: Name
 ) -> None:
-    """Two models with sessions of quick turns: every slot runs something, and there are no more slots than turns."""
+    """Two models with sessions of quick turns: every slot runs something, and there are no more slots than turns.
+
+    A turn that is longer than a slot may hold takes another for each time that it is put back.
+    """
     jobs = [
         Job(f"{m}{i}", m, (gap + 60) * i, prompt=40, tokens=6, cached=30, back=i > 0)
         for m in "ab"
@@ -229,7 +232,7 @@ def test_two_models_share_the_device_without_thrashing(
     toy.work()
     assert all(over.prefills + over.decodes for over in toy.overs)
     assert all(x != y for x, y in itertools.pairwise(toy.switches))
-    assert len(toy.switches) <= 2 * turns
+    assert len(toy.switches) <= 2 * turns + sum(over.retracted for over in toy.overs)
 
 
 def test_dfin_comes_when_nothing_more_fits_and_defers() -> None:
