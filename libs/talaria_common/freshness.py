@@ -22,13 +22,14 @@ def supersedes(new: Snapshot, old: Snapshot | None, *, old_is_stale: bool = Fals
     """Whether `new` is to replace `old` of the same instance.
 
     Within an epoch the higher version wins: duplicates and reordered messages lose. Across epochs the later `at_ms`
-    wins, so a delayed message of an earlier life does not return; but a stale `old` gives way to any other epoch, or an
-    instance whose clock was set back over its restart would be ignored until the clock had caught up.
+    wins, so a delayed message of an earlier life does not return. But a stale `old` gives way to whatever is not that
+    message again: else an instance whose clock was set back over its restart would be ignored until the clock had
+    caught up, and one damaged message with a version out of reach would end its instance for good.
     """
     if old is None:
         return True
     if new.epoch == old.epoch:
-        return new.version > old.version
+        return new.version > old.version or (old_is_stale and new.version != old.version)
     return old_is_stale or new.at_ms > old.at_ms
 
 
