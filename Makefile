@@ -7,7 +7,7 @@ ARGS ?=
 WORKERS ?= 2
 export ENGINE TORCH_INDEX PYTHON
 
-.PHONY: help setup up models test lint format soak gpu bench clean distclean
+.PHONY: help setup up models test lint format soak explore gpu bench clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test: lint ## linters, then the suite, a file at a time in WORKERS=2 processes (
 
 soak: setup ## the long ones: thousands of switches, chaos, compose
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+
+explore: setup ## the property tests with other examples than in `make test`, and many more
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -m "hypothesis and not soak and not gpu" -n $(WORKERS) $(ARGS)
 
 gpu: setup ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

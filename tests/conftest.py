@@ -23,8 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from talaria_common.bus import Bus, MemoryHub, NatsBus
 from tests.support.nats_server import NatsServer
 
-settings.register_profile("default", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2000)
+# The same examples in every run, so that a change fails for what it changed; `make explore` looks for new ones.
+settings.register_profile(
+    "default", max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("explore", parent=settings.get_profile("default"), max_examples=1000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 Connect = Callable[[], Awaitable[Bus]]

@@ -224,7 +224,17 @@ class RouterSettings(_Section):
         "reject",
         description="no capacity: refuse with 429, let calls wait, or place them although the target will be missed",
     )
-    queue_max: int = Field(256, ge=1, description="calls that wait at the router with overload = queue")
+    queue_max: int = Field(
+        256,
+        ge=1,
+        description="calls that wait at the router: for room with overload = queue, for a fit instance always",
+    )
+    patience_s: float = Field(
+        15.0,
+        ge=0,
+        description="how long a call waits when all who serve its model are silent, starting or being restarted, "
+        "before it gets 503",
+    )
     tenant_max_in_flight: int | None = Field(
         None, ge=1, description="calls that one tenant may have in flight at each router; default: no limit"
     )

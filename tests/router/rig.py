@@ -47,7 +47,7 @@ def model(name: str = M, state: Any = "active", **more: Any) -> ModelState:
 class Rig:
     def __init__(self, own: bool = True, **config: Any) -> None:
         self.clock = ManualClock()
-        config = {"catalog": frozenset({M, "other"})} | config
+        config = {"catalog": frozenset({M, "other"}), "patience_s": 0.0} | config
         self.core = RouterCore(RouterConfig(**config), "r0", "e0")
         self.versions: dict[str, int] = {}
         self.view_version = 0

@@ -38,6 +38,9 @@ class RouteRequest(Wire, frozen=True, kw_only=True):
     priority: Int = 0
     exclude: tuple[str, ...] = ()
     """Instances that failed this call already."""
+    recovering: tuple[str, ...] = ()
+    """Those of `exclude` whose failure may pass (died, silent, restarting): where nobody else is left, the call may
+    wait for one of them to be well again."""
     deadline_ms: Int
     """Absolute, UTC ms."""
     prefix_id: str = ""

@@ -82,6 +82,8 @@ class Conversation:
     """The server's own count of the previous prompt and its answer; 0 before the first."""
     _new: tuple[int, int] = (0, 0)
     """Characters of the last prompt's new text, and the context before it."""
+    _cut_short: bool = False
+    """The context before it was cut: its tokens are an estimate, of which nothing is to be learnt."""
     _sent: list[Message] | None = None
     _context: int = 1
     """The previous prompt and completion as the trace counts them."""
@@ -108,9 +110,9 @@ class Conversation:
         if self._sent is None:
             return
         chars, before = self._new
-        if prompt_tokens:
+        if prompt_tokens and not self._cut_short:
             self.rate.learn(chars, prompt_tokens - before)
-        else:
+        elif not prompt_tokens:
             prompt_tokens = round(before + self.rate.frame_tokens + chars / self.rate.chars_per_token)
         self.messages.append({"role": "assistant", "content": answer or " "})
         self.known_tokens = prompt_tokens + completion_tokens
@@ -118,11 +120,13 @@ class Conversation:
     def _keep(self, call: Call) -> int:
         """Keep the call's reusable prefix of the conversation; returns its estimated tokens."""
         context, self._context = self._context, call.prompt_tokens + call.completion_tokens
+        self._cut_short = False
         if not call.call or not call.reusable_tokens or not self.messages:
             self.messages = []
             return 0
         if call.reusable_tokens >= WHOLE * context:
             return self.known_tokens
+        self._cut_short = True
         # In the server's tokens: its counts and the trace's differ a little.
         return self._cut(min(round(call.reusable_tokens * self.known_tokens / context), call.prompt_tokens - 1))
 

@@ -81,6 +81,7 @@ class Call:
     """A frame with an answer has been emitted: from here on a death is an error."""
     _epoch: str = ""
     _exclude: tuple[str, ...] = ()
+    _recovering: tuple[str, ...] = ()
     _next_seq: int = 0
     _since: float = 0.0
     """Acceptance of the present attempt."""
@@ -163,6 +164,7 @@ class Call:
             stream=f.stream,
             priority=f.priority,
             exclude=self._exclude,
+            recovering=self._recovering,
             deadline_ms=to_ms(f.deadline),
             prefix_id=f.prefix_id,
             prefix_bytes=f.prefix_bytes,
@@ -325,6 +327,8 @@ class Call:
         effects.append(Replaced(self.iid, reason))
         if exclude and self.iid not in self._exclude:
             self._exclude = (*self._exclude, self.iid)
+            if not isinstance(error, OverloadedError):
+                self._recovering = (*self._recovering, self.iid)
         self.attempt += 1
         self.placement, self._last_error = None, error
         return effects + (self._ask(now) if exclude else self._pause(now))

@@ -1,13 +1,14 @@
 """A call asks for a place: Algorithm 1 from the lease to the answer (DESIGN 4 step 2, DESIGN 5).
 
 What makes a call wait (a router that has just started and knows no instance yet, its session's record in the bucket, a
-health probe, room, the opening of its model) puts it into `state.waiting` under
-its rid, each wait bounded; asking again while it waits only renews who is to be answered.
+health probe, room, the opening of its model, an instance that is silent or being restarted) puts it into
+`state.waiting` under its rid, each wait bounded; asking again while it waits only renews who is to be answered.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal
 
 from talaria_common.clock import from_ms
 from talaria_common.ids import PARTITIONS, hash_id
@@ -89,7 +90,7 @@ def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
     lease = "none" if case.entry is None else _returned(turn, case, case.entry, probed)
     if lease in _SETTLED:
         return
-    ranking = placing.rank(state, now, request, case.entry)
+    ranking = placing.rank(state, now, case)
     if ranking.reasons:
         state.counts.rejected.update(ranking.reasons)
     if _opens(turn, request.model, ranking):
@@ -98,7 +99,10 @@ def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
     if placing.settle(turn, case, ranking, lease):
         return
     verdict = placing.refusal(turn, case, ranking)
-    if verdict is None and (placing.spill(turn, case, ranking, lease) or _queue(turn, case)):
+    if verdict is None:
+        if placing.spill(turn, case, ranking, lease) or (state.config.overload == "queue" and _queue(turn, case)):
+            return
+    elif placing.may_pass(turn, case, ranking) and _queue(turn, case, "fit"):
         return
     if verdict is None:
         verdict = placing.overloaded(turn, case, ranking)
@@ -106,7 +110,10 @@ def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
 
 
 def room(turn: Turn) -> None:
-    """Something changed: place those who wait for room, by priority, fair share and age; a full model is tried once."""
+    """Something changed: place those in line, by priority, fair share and age.
+
+    Where one finds no place, those who hope for the same (its model, but for the instances that failed it) find none.
+    """
     state = turn.state
     queue = {rid: w for rid, w in state.waiting.items() if w.in_line}
     while queue:
@@ -117,14 +124,18 @@ def room(turn: Turn) -> None:
             queue = {rid: q for rid, q in queue.items() if q.case.ask.request.tenant != request.tenant}
             continue
         w.case.entry = state.entry(w.case.key, w.case.partition)
-        ranking = placing.rank(state, turn.now, request, w.case.entry)
+        ranking = placing.rank(state, turn.now, w.case)
         if _opens(turn, request.model, ranking):
-            w.why = "open"
-            queue = {rid: q for rid, q in queue.items() if q.case.ask.request.model != request.model}
+            w.why, w.until = "open", from_ms(request.deadline_ms)
         elif placing.settle(turn, w.case, ranking, "none"):
             del state.waiting[request.rid]
-        else:
-            queue = {rid: q for rid, q in queue.items() if q.case.ask.request.model != request.model}
+            continue
+        hope = _hope(turn, w.case)
+        queue = {rid: q for rid, q in queue.items() if _hope(turn, q.case) != hope}
+
+
+def _hope(turn: Turn, case: Case) -> tuple[str, tuple[str, ...]]:
+    return case.ask.request.model, placing.excluded(turn.state, turn.now, case)
 
 
 def _opens(turn: Turn, model: str, ranking: Ranking) -> bool:
@@ -162,18 +173,16 @@ def _limited(turn: Turn, case: Case) -> bool:
     limit = state.fairness.limited(tenant)
     if limit is None or state.calls.get(case.ask.request.rid) is not None:
         return False
-    if not _queue(turn, case):
+    if state.config.overload != "queue" or not _queue(turn, case):
         per_s = placing.tenants_rate(state, turn.now, case, limit)
         retry_s = state.returns.after_s(("tenant", tenant), case.key, turn.now, 1 / per_s, per_s)
         placing.refuse(turn, case, verdicts.tenant_limit(tenant, limit, retry_s))
     return True
 
 
-def _queue(turn: Turn, case: Case) -> bool:
-    """Let the call wait for room, if calls do and the queue has a place for it, or makes one."""
+def _queue(turn: Turn, case: Case, why: Literal["room", "fit"] = "room") -> bool:
+    """Let the call wait in line, if the queue has a place for it, or makes one."""
     state, request = turn.state, case.ask.request
-    if state.config.overload != "queue":
-        return False
     waiting = [w for w in state.waiting.values() if w.in_line]
     if len(waiting) >= state.config.queue_max:
         out = state.fairness.makes_room(waiting, request.tenant, state.config.queue_max)
@@ -182,7 +191,10 @@ def _queue(turn: Turn, case: Case) -> bool:
         del state.waiting[out.case.ask.request.rid]
         placing.refuse(turn, out.case, placing.beyond_share(turn, out.case, waiting))
     state.counts.queued += 1
-    state.waiting[request.rid] = Waiting(case, "room", from_ms(request.deadline_ms), turn.now)
+    until = from_ms(request.deadline_ms)
+    if why == "fit":
+        until = min(until, case.since + state.config.patience_s)
+    state.waiting[request.rid] = Waiting(case, why, until, turn.now)
     return True
 
 
@@ -214,7 +226,7 @@ def resume(turn: Turn, rid: str, *, probed: bool | None = None) -> None:
         placing.refuse(turn, w.case, verdicts.not_owner(w.case.partition))
     elif w.why == "view":
         proceed(turn, w.case)
-    elif w.in_line:
+    elif w.in_line and w.why != "fit":
         why = "no room" if w.why == "room" else "the model was not opened"
         placing.refuse(turn, w.case, verdicts.expired(f"{why} before the call's deadline"))
     else:

@@ -40,11 +40,12 @@ class Case:
 
 @dataclass(slots=True)
 class Waiting:
-    """A call whose answer has to wait: for a view, its session's record, a health probe, room, or its model."""
+    """A call whose answer has to wait; `why` says for what."""
 
     case: Case
-    why: Literal["view", "restore", "probe", "room", "open"]
-    """open: its model is being opened for it."""
+    why: Literal["view", "restore", "probe", "room", "open", "fit"]
+    """For any view of the instances, its session's record in the bucket, a health probe, room; open: its model is being
+    opened for it; fit: nobody who serves it is well now, but somebody may be soon."""
     until: float
     asked_at: float
     """When it asked last."""
@@ -56,7 +57,7 @@ class Waiting:
     @property
     def in_line(self) -> bool:
         """Whether it is placed as soon as the instances allow."""
-        return self.why in {"room", "open"}
+        return self.why in {"room", "open", "fit"}
 
 
 class Calls:

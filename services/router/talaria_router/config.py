@@ -41,6 +41,7 @@ class RouterConfig:
     gamma: float = 0.9
     overload: Literal["reject", "queue", "spill"] = "reject"
     queue_max: int = 256
+    patience_s: float = 15.0
     tenant: Tenant = Tenant()
     """Of all that are not in `tenants`."""
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
@@ -57,6 +58,11 @@ class RouterConfig:
     accept_s: float = 2.0
     ask_again_s: float = 1.0
     """An api that still waits asks again this often: one that does not is gone."""
+
+    @property
+    def forgive_after_s(self) -> float:
+        """A call that waits tries an instance that failed it again after this: by then a dead one is stale."""
+        return self.heartbeat_s * (self.missed + 1)
 
     @property
     def budget_ms(self) -> float:
@@ -76,6 +82,7 @@ class RouterConfig:
             gamma=r.gamma,
             overload=r.overload,
             queue_max=r.queue_max,
+            patience_s=r.patience_s,
             tenant=Tenant(max_in_flight=r.tenant_max_in_flight),
             tenants={
                 name: Tenant(t.weight, t.max_in_flight if t.max_in_flight is not None else r.tenant_max_in_flight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from talaria_common.clock import from_ms, to_ms
-from talaria_common.wire import Fence, Placement, RouteReply, RouteRequest, Verdict
+from talaria_common.wire import Fence, Placement, RouteReply, Verdict
 from talaria_common.wire.route import RouteVia
 from talaria_router import verdicts
 from talaria_router.calls import Case, Placed, Waiting
@@ -13,14 +13,26 @@ from talaria_router.cost import Call, Candidate
 from talaria_router.events import Decision, route_event
 from talaria_router.messages import Emit, Reply
 from talaria_router.ranking import Ranking
-from talaria_router.sessions import Entry
 from talaria_router.state import RouterState, Turn
 
 _NOBODY: frozenset[str] = frozenset()
 
 
-def rank(state: RouterState, now: float, request: RouteRequest, entry: Entry | None) -> Ranking:
-    """The places for a call of the session `entry`, best first, and what was ruled out."""
+PASSING = frozenset({"stale", "starting", "failed", "excluded"})
+"""What rules an instance out for a while only: it is heard again, gets up, is restarted, is forgiven."""
+
+
+def excluded(state: RouterState, now: float, case: Case) -> tuple[str, ...]:
+    """Instances that the call must not go to now: those that failed it, but for those that may be well again."""
+    request = case.ask.request
+    if not request.recovering or now - case.since < state.config.forgive_after_s:
+        return request.exclude
+    return tuple(iid for iid in request.exclude if iid not in request.recovering)
+
+
+def rank(state: RouterState, now: float, case: Case) -> Ranking:
+    """The places for a call, whose session's entry has been looked up, best first, and what was ruled out."""
+    request, entry = case.ask.request, case.entry
     arrivals = state.arrivals.get(request.model)
     shared_tokens, sharers = 0, _NOBODY
     if request.prefix_id:
@@ -32,7 +44,7 @@ def rank(state: RouterState, now: float, request: RouteRequest, entry: Entry | N
         state.profiles.prompt_tokens(request.model, request.prompt_bytes),
         request.max_tokens,
         entry,
-        request.exclude,
+        excluded(state, now, case),
         arrivals.turn - 1 if arrivals else 0,
         shared_tokens,
         sharers,
@@ -132,6 +144,15 @@ def refusal(turn: Turn, case: Case, ranking: Ranking) -> Verdict | None:
     if not state.cluster.serving(model) and model not in state.config.catalog:
         return verdicts.unknown_model(model, sorted(state.config.catalog))
     return None if ranking.refused else verdicts.no_instance(model, ranking.reasons)
+
+
+def may_pass(turn: Turn, case: Case, ranking: Ranking) -> bool:
+    """Whether somebody who cannot take the call now may be able to soon, and it has not waited long enough for that."""
+    config, request = turn.state.config, case.ask.request
+    if turn.now - case.since >= config.patience_s or turn.now >= from_ms(request.deadline_ms):
+        return False
+    passing = PASSING if request.recovering else PASSING - {"excluded"}
+    return any(ranking.reasons[reason] for reason in passing)
 
 
 def overloaded(turn: Turn, case: Case, ranking: Ranking) -> Verdict:
