@@ -17,6 +17,9 @@ HEALTHS: tuple[Health, ...] = ("ok", "stale", "gone")
 GONE_FACTOR = 10
 """An instance is gone, not just stale, after this many times the stale age."""
 
+GATHER_HEARTBEATS = 1.25
+"""After a start, by this long every living instance has been heard once."""
+
 
 def supersedes(new: Snapshot, old: Snapshot | None, *, old_is_stale: bool = False) -> bool:
     """Whether `new` is to replace `old` of the same instance.

@@ -17,6 +17,8 @@ PARTITIONS = 256
 
 RID_LENGTH = 32
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_\-]{0,62}[A-Za-z0-9])?")
+NAME_PATTERN = rf"\A{_NAME.pattern}\Z"
+"""The whole of a name that `check_name` lets pass."""
 MODEL_CHARS = 128
 """The longest name that a model may have."""
 _MODEL = re.compile(rf"[A-Za-z0-9](?:[A-Za-z0-9_.:/@+\-]{{0,{MODEL_CHARS - 2}}}[A-Za-z0-9])?")

@@ -11,6 +11,7 @@ import sys
 from typing import TextIO, get_args
 
 import structlog
+import structlog.tracebacks
 from structlog.typing import Processor
 
 from talaria_common import tracing
@@ -18,6 +19,8 @@ from talaria_common.settings import LogSettings, SettingsError
 
 LEVELS: tuple[str, ...] = get_args(LogSettings.model_fields["level"].annotation)
 FORMATS: tuple[str, ...] = get_args(LogSettings.model_fields["format"].annotation)
+_TRACEBACK = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+"""Without locals, which structlog shows by default: a call's text is among them."""
 
 
 def setup(name: str, settings: LogSettings, *, epoch: str = "", stream: TextIO | None = None) -> None:
@@ -51,9 +54,9 @@ def setup(name: str, settings: LogSettings, *, epoch: str = "", stream: TextIO |
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     end: list[Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=stream.isatty())]
+        [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback)]
         if console
-        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        else [structlog.processors.ExceptionRenderer(_TRACEBACK), structlog.processors.JSONRenderer()]
     )
     handler = logging.StreamHandler(stream)
     handler.setFormatter(

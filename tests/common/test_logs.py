@@ -5,6 +5,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import structlog
@@ -71,6 +72,19 @@ def test_exceptions_and_warnings_are_in_the_line():
     failed, warned = lines(stream)
     assert "broken" in json.dumps(failed["exception"])
     assert "careful" in str(warned["event"])
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_traceback_does_not_tell_what_was_in_the_call(form: Any):
+    stream = io.StringIO()
+    logs.setup("x", LogSettings(format=form), stream=stream)
+    prompt = "my secret"
+    try:
+        raise RuntimeError(f"broken with {len(prompt)} characters")  # noqa: TRY301 - to have one to log
+    except RuntimeError:
+        structlog.get_logger().exception("failed")
+    assert "RuntimeError" in stream.getvalue()
+    assert prompt not in stream.getvalue()
 
 
 def test_a_console_is_for_people():

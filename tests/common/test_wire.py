@@ -25,8 +25,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:  # noqa: C901, PLR0911 - one ca
     """Strategies for a field's type, as msgspec sees it."""
     info = msgspec.inspect
     match kind:
-        case info.StrType():
-            return st.text(max_size=8)
+        case info.StrType(pattern=pattern):
+            return st.text(max_size=8) if pattern is None else st.from_regex(pattern)
         case info.IntType():
             return small
         case info.FloatType():

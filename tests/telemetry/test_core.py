@@ -22,6 +22,8 @@ class Rig:
         self.core = TelemetryCore("t0", "e", heartbeat_s=0.5, missed=3, full_every=full_every, expected=wanted)
         self.versions: dict[str, int] = {}
         self.events: list[Event] = []
+        self.do(Announce())
+        self.clock.advance(1.0)
 
     def do(self, message: Any) -> list[Any]:
         effects = self.core.handle(self.clock.now(), message)
@@ -60,6 +62,18 @@ def test_every_beat_is_a_view_and_only_what_changed_is_in_it():
     assert (delta.full, ids(delta), delta.version) == (False, ["a"], 2)
     empty = rig.beat(0.5)
     assert (empty.full, ids(empty), empty.version) == (False, [], 3)
+
+
+def test_who_is_there_is_not_said_before_everybody_had_time_to_speak():
+    core = TelemetryCore("t0", "e", heartbeat_s=0.5, missed=3, full_every=10)
+
+    def beat(now: float) -> ClusterView:
+        (view,) = [e.view for e in core.handle(now, Beat()) if isinstance(e, Publish)]
+        return view
+
+    assert [beat(now).full for now in (10.0, 10.5, 10.62)] == [False, False, False]
+    assert beat(10.63).full
+    assert not beat(11.1).full
 
 
 def test_full_views_come_regularly_when_someone_appears_and_on_demand():

@@ -7,6 +7,8 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
+from talaria_common.ids import NAME_PATTERN
+
 FORWARD_HEADER = "Talaria-Forward"
 """Bus header that carries a `ForwardHead` beside the untouched HTTP body."""
 
@@ -17,6 +19,9 @@ TRACE_HEADER = "traceparent"
 Int = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 """A number that somebody computes with. JSON has integers of any size, and arithmetic overflows on them long after they
 were let in: in a heartbeat, where it ends the process."""
+
+Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+"""A part's name, which becomes a token of a subject (`ids.check_name`): one that cannot ends whoever publishes there."""
 
 Float = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 """The same for measured values: their products stay finite."""

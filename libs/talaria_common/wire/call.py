@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from talaria_common.errors import ErrorInfo
-from talaria_common.wire.base import Float, Int, Wire
+from talaria_common.wire.base import Float, Int, Name, Wire
 from talaria_common.wire.route import Placement
 
 Endpoint = Literal["chat", "completions"]
@@ -18,7 +18,7 @@ class ForwardHead(Wire, frozen=True, kw_only=True):
 
     placement: Placement
     endpoint: Endpoint
-    api: str
+    api: Name
     api_epoch: str
     tenant: str
     session: str

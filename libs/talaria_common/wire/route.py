@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from talaria_common.errors import ErrorInfo
-from talaria_common.wire.base import Float, Int, Wire
+from talaria_common.wire.base import Float, Int, Name, Wire
 
 SessionSource = Literal[
     "header", "dynamo", "claude-code", "codex", "x-session", "litellm", "metadata", "prompt-cache-key", "prefix"
@@ -29,7 +29,7 @@ class RouteRequest(Wire, frozen=True, kw_only=True):
     session_final: bool = False
     """The client says that this is the session's last call: no lease is installed after it."""
     model: str
-    api: str
+    api: Name
     """Name of the api that asks, where frames go."""
     prompt_bytes: Int
     """Bytes of prompt text in the body; the router learns bytes per token per model."""
@@ -63,7 +63,7 @@ class Fence(Wire, frozen=True, kw_only=True, gc=False):
 class Placement(Wire, frozen=True, kw_only=True):
     """Where the call goes. If it is not taken up by `accept_by_ms` it leaves the router's overlay."""
 
-    iid: str
+    iid: Name
     fence: Fence
     router: str
     seq: Int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from talaria_common.wire.base import Float, Int, Wire
+from talaria_common.wire.base import Float, Int, Name, Wire
 
 
 class ModelState(Wire, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class SeenPlacements(Wire, frozen=True, kw_only=True):
 class Snapshot(Wire, frozen=True, kw_only=True):
     """One instance at one moment. `version` rises by one within an epoch."""
 
-    iid: str
+    iid: Name
     epoch: str
     version: Int
     at_ms: Int

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from talaria_common.freshness import Health, health_of, supersedes
+from talaria_common.freshness import GATHER_HEARTBEATS, Health, health_of, supersedes
 from talaria_common.wire import ClusterView, InstanceView, ModelState, Snapshot
 from talaria_router.profiles import Profile
 
@@ -23,8 +23,6 @@ SILENT_HEARTBEATS = 1.5
 """The view counts as silent after this many heartbeats."""
 LEARN_S = 5.0
 """What others taught of a model's costs reaches an instance that is idle at least this often."""
-GATHER_HEARTBEATS = 1.25
-"""After a start, by this long every living instance has been heard once, in deltas or directly."""
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from talaria_common.clock import to_ms
+from talaria_common.freshness import GATHER_HEARTBEATS
 from talaria_common.wire import ClusterView, Event, Snapshot
 from talaria_telemetry.instances import Expected, Instance, awaited
 from talaria_telemetry.messages import Announce, Beat, Effect, Emit, Input, Present, Publish
@@ -20,7 +21,8 @@ class TelemetryCore:
     A view goes out on every heartbeat, also an empty delta: it is telemetry's own heartbeat. A delta carries the
     instances with a newer snapshot or another health; each brings its whole snapshot, so a lost delta costs nothing
     that the next snapshot does not mend. A full view goes out every `full_every` heartbeats, at the start, when an
-    instance appears or goes, and after a disconnection.
+    instance appears or goes, and after a disconnection. It says who is there, so the first one waits until every living
+    instance has had time to speak: routers would tell their callers that nobody serves them.
 
     Args:
         name: this telemetry.
@@ -54,11 +56,14 @@ class TelemetryCore:
         self._full_due = True
         self._heard_from = float("-inf")
         """Since when instances can be heard: the bus's last return."""
+        self._began: float | None = None
         self._beats = 0
 
     def handle(self, now: float, message: Input) -> list[Effect]:
         """Take in one message at `now` (seconds, never going back); returns what is to be published, in order."""
         out: list[Effect] = []
+        if self._began is None:
+            self._began = now
         if isinstance(message, Snapshot):
             self._snapshot(now, message, out)
         elif isinstance(message, Beat):
@@ -117,7 +122,10 @@ class TelemetryCore:
             wanted = iid in self._configured or iid in self._present
             if health == "gone" and not wanted and instance.age_s(now) > FORGET_AFTER_S:
                 self._remove(iid)
-        full = self._full_due or self._beats % self._full_every == 0
+        assert self._began is not None
+        gathered = now - self._began >= GATHER_HEARTBEATS * self._heartbeat_s
+        self._full_due = self._full_due or self._beats % self._full_every == 0
+        full = gathered and self._full_due
         self.version += 1
         views = tuple(i.view(now) for i in self.instances.values() if full or i.changed)
         view = ClusterView(
@@ -133,7 +141,7 @@ class TelemetryCore:
         for instance in self.instances.values():
             instance.changed = False
         self._removed = []
-        self._full_due = False
+        self._full_due = self._full_due and not full
 
     def _remove(self, iid: str) -> None:
         del self.instances[iid]
