@@ -21,7 +21,7 @@ Int = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 were let in: in a heartbeat, where it ends the process."""
 
 Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
-"""A part's name, which becomes a token of a subject (`ids.check_name`): one that cannot ends whoever publishes there."""
+"""A part's name, which becomes a token of a subject (`ids.check_name`): one that cannot ends who publishes there."""
 
 Float = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 """The same for measured values: their products stay finite."""
