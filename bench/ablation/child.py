@@ -8,6 +8,8 @@ import statistics
 import sys
 import time
 import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ PAGE, CHUNK = 16, 2048
 HOST_KV_BYTES = 2 << 30
 GAP_CAP_S = 10.0
 DECODE_BATCH, DECODE_STEPS = 4, 24
+
+Due = tuple[float, str, int]
+"""(when, session, number) of a call."""
 
 
 def build(job: Job) -> Any:
@@ -76,8 +81,7 @@ class Loop:
         bodies = {name: sessions.prompts(session) for name, session in by_session.items()}
         before = driver.spent()
         began = clock.now()
-        due = [(began + self._job.starts.get(name, 0.0), name, 0) for name in by_session]
-        heapq.heapify(due)
+        due, held = self._first(by_session, began)
         flying: dict[str, tuple[Call, float, float, list[int], list[float]]] = {}
         self.records: list[CallRecord] = []
         self.tokens: dict[str, list[int]] = {}
@@ -104,10 +108,7 @@ class Loop:
                 for news in _tokens(report):
                     ended = self._news(flying, news, clock.now() - began)
                     if ended is not None:
-                        at = ended.call + 1
-                        if at < len(by_session[ended.session]):
-                            gap_s = min(by_session[ended.session][at].gap_s or 0.0, GAP_CAP_S) * self._job.scale
-                            heapq.heappush(due, (clock.now() + gap_s, ended.session, at))
+                        self._then(ended, by_session[ended.session], due, held)
         after = driver.spent()
         return Replay(
             records=self.records,
@@ -118,6 +119,23 @@ class Loop:
             scheduler_s=after.scheduler_s - before.scheduler_s,
             engine_s=after.engine_s - before.engine_s,
         )
+
+    def _first(self, by_session: Mapping[str, Sequence[Call]], began: float) -> tuple[list[Due], deque[str]]:
+        """(the first calls of the sessions that begin by themselves, the sessions held back)."""
+        starts, bound = self._job.starts, self._job.concurrent or len(by_session)
+        names = sorted(by_session, key=lambda name: starts.get(name, 0.0))
+        due = [(began + starts.get(name, 0.0), name, 0) for name in names[:bound]]
+        heapq.heapify(due)
+        return due, deque(names[bound:])
+
+    def _then(self, ended: CallRecord, session: Sequence[Call], due: list[Due], held: deque[str]) -> None:
+        """The session's next call after its gap, or the next session."""
+        now, at = self._clock.now(), ended.call + 1
+        if at < len(session):
+            gap_s = min(session[at].gap_s or 0.0, GAP_CAP_S) * self._job.scale
+            heapq.heappush(due, (now + gap_s, ended.session, at))
+        elif held:
+            heapq.heappush(due, (now, held.popleft(), 0))
 
     def _submit(self, call: Call, rid: str, ids: list[int], intended: float) -> None:
         sampling = Sampling(max_new_tokens=call.completion_tokens, temperature=0.0, ignore_eos=True)

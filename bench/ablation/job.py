@@ -27,7 +27,9 @@ class Job(msgspec.Struct, kw_only=True):
     replays: dict[str, list[Call]] = {}
     """By name; run in this order."""
     starts: dict[str, float] = {}
-    """By session: when it begins within its replay, s."""
+    """By session: when it begins within its replay, s, of those that are not held back by `concurrent`."""
+    concurrent: int = 0
+    """Sessions under way at a time: the next one, in the order of `starts`, begins when one has ended. 0: all."""
     prefix_tokens: int = 0
     """Instead of replays: measure a prefill of this length, and decode behind it."""
 
