@@ -31,9 +31,9 @@ format: setup ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint ## linters, then the suite, a file at a time in WORKERS=2 processes (15 minutes at most on two cores)
+test: lint ## linters, then the suite, whole files at a time in WORKERS=2 processes (15 minutes at most on two cores)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
-	$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 soak: setup ## the long ones: thousands of switches, chaos, compose
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)

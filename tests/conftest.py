@@ -12,10 +12,12 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 # importlib import mode adds nothing to sys.path; `tests.support` is imported by name.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,9 +34,37 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 Connect = Callable[[], Awaitable[Bus]]
 
-LONG = ("mesh/test_real", "gpu/engine/sglang", "cli/test_up_real", "chaos", "replay", "cli", "gpu/engine", "mesh")
+LONG = (
+    "mesh/test_real",
+    "gpu/engine/sglang",
+    "gpu/text",
+    "gpu/models",
+    "cli/test_up_real",
+    "chaos",
+    "replay",
+    "cli",
+    "gpu/engine",
+    "mesh",
+)
 """Folders and files that take minutes, the longest first: with several workers (`make test`), nobody waits at the end
 for one that was begun last."""
+
+
+SGLANG = ("gpu/engine/sglang", "gpu/text", "gpu/models", "gpu/weights")
+"""Folders whose tests one worker runs: importing SGLang and transformers takes half a minute of CPU."""
+
+
+class Scopes(LoadScopeScheduling):
+    """With several workers, each runs whole files (whole meshes and engines with them)."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "sglang" if file.removeprefix("tests/").startswith(SGLANG) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scopes:
+    """How xdist hands out tests (`--dist load`)."""
+    return Scopes(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,7 +29,7 @@ def grown(random: Random, driver, model, fresh) -> list[int]:
     return fresh(random.randint(1, 140))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_random_life(engine, driver_for, references, new_prompt, seed):
     random, driver = Random(seed), driver_for(engine)
     aborted: set[str] = set()

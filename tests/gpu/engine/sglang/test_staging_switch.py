@@ -33,7 +33,9 @@ def roomy(make_engine, options):
     return make_engine(QWEN3, MLA, kv_tokens=40960, memory=options())
 
 
-@pytest.fixture(scope="module", params=[16, 1], ids=["page16", "page1"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(16, id="page16"), pytest.param(1, id="page1", marks=pytest.mark.soak)]
+)
 def tight(request, make_engine, options):
     """KV that calls fill."""
     return make_engine(QWEN3, MLA, page_size=request.param, kv_tokens=1024, memory=options(chunk_bytes=64 << 10))

@@ -211,7 +211,7 @@ def random_life(engine, driver, references, fresh, seed, *, stage=False):
     return counted
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_random_life(engine, driver, references, new_prompt, seed):
     before = engine.host_kv_stats().counts.restored
     counted = random_life(engine, driver, references, new_prompt, seed)
