@@ -469,6 +469,7 @@ async def test_a_dead_sweep_ends_the_process(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_two_apis_of_one_name_do_not_mix(connect: Connect) -> None:
     async with edge(connect, answers) as a, edge(connect, answers) as b:
+        b.instance.epoch = a.instance.epoch  # one life: two would count as a restart under each call
         # both routers and instances hear both apis here: twice placed, twice forwarded, twice answered
         assert a.api.link.api != b.api.link.api
         for e in (a, b):
