@@ -27,7 +27,7 @@ path = "nowhere"
 id = "i-0"
 engine = "sim"
 models = ["a", "b"]
-slot_ms = 200.0
+slot_ms = {slot_ms}
 drain_ms = 50.0
 [instances.sim]
 ttft_ms = {ttft_ms}
@@ -36,10 +36,18 @@ switch_ms = {switch_ms}
 """
 
 
-def write_config(directory: Path, *, heartbeat_s=0.5, ttft_ms=0.0, decode_step_ms=0.0, switch_ms=0.0) -> Path:
+def write_config(
+    directory: Path, *, heartbeat_s=0.5, slot_ms=200.0, ttft_ms=0.0, decode_step_ms=0.0, switch_ms=0.0
+) -> Path:
     path = directory / "talaria.toml"
     path.write_text(
-        CONFIG.format(heartbeat_s=heartbeat_s, ttft_ms=ttft_ms, decode_step_ms=decode_step_ms, switch_ms=switch_ms)
+        CONFIG.format(
+            heartbeat_s=heartbeat_s,
+            slot_ms=slot_ms,
+            ttft_ms=ttft_ms,
+            decode_step_ms=decode_step_ms,
+            switch_ms=switch_ms,
+        )
     )
     return path
 
