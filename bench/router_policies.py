@@ -7,9 +7,10 @@ on each of three models, 120 calls. Everything is predicted, nothing measured; a
 A run is a seed: another ten issues. LOAD is how far apart sessions start.
 
 avoidable_opens_POLICY_wN_LOAD       calls whose instance had to activate the model although another had it active
-ttft_p95_s_POLICY_wN_LOAD            time to the first token, with N instances
+ttft_p50_s_…, ttft_p95_s_POLICY_wN_LOAD  time to the first token, with N instances
+sct_p50_s_…, sct_p95_s_POLICY_wN_LOAD    session completion time
 same_instance_POLICY_wN_LOAD         share of returning calls that stayed where they were
-ttft_p95_POLICY_over_talaria_wN_LOAD ratio within a seed
+{ttft_p95,sct_p50,sct_p95}_POLICY_over_talaria_wN_LOAD   ratios within a seed
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from talaria_replay.sim.scenario import Group, Scenario
 
 MODELS = ("qwen3-32b", "qwen2.5-32b", "qwen3.5-35b-a3b")
 POLICIES = ("talaria", "least-pressure", "session-sticky")
+TIMES = (("ttft", "p50"), ("ttft", "p95"), ("sct", "p50"), ("sct", "p95"))
+RATIOS = ("ttft_p95", "sct_p50", "sct_p95")
 
 
 class Setup(NamedTuple):
@@ -61,12 +64,14 @@ def run(seed: int, setups: tuple[Setup, ...]) -> dict[str, float]:
                 summary = simulate(scenario(instances, policy, stagger_s), calls).summary
                 name = policy.replace("-", "_")
                 found[f"avoidable_opens_{name}_{at}"] = float(summary["avoidable_opens"])
-                found[f"ttft_p95_s_{name}_{at}"] = float(summary["ttft_s"]["p95"])
+                for what, share in TIMES:
+                    found[f"{what}_{share}_s_{name}_{at}"] = float(summary[f"{what}_s"][share])
                 found[f"same_instance_{name}_{at}"] = float(summary["same_instance_share"])
-            base = found[f"ttft_p95_s_talaria_{at}"]
             for policy in POLICIES[1:]:
                 name = policy.replace("-", "_")
-                found[f"ttft_p95_{name}_over_talaria_{at}"] = found[f"ttft_p95_s_{name}_{at}"] / base
+                for time_ in RATIOS:
+                    base = found[f"{time_}_s_talaria_{at}"]
+                    found[f"{time_}_{name}_over_talaria_{at}"] = found[f"{time_}_s_{name}_{at}"] / base
     return found
 
 
