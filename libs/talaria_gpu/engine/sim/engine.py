@@ -18,38 +18,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from talaria_common.clock import Clock
 from talaria_common.errors import BadRequestError, ContextLengthError, EngineError, ModelNotFoundError
 from talaria_common.settings import InstanceSettings
 from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, PrefixState, StepResult, SwitchTiming
 from talaria_gpu.engine.sim.device import Device, FlatDevice
-from talaria_gpu.engine.sim.pool import Share, SimCall, SimPool
+from talaria_gpu.engine.sim.flight import Flight, cut, decode
+from talaria_gpu.engine.sim.pool import SimCall, SimPool
 from talaria_gpu.engine.sim.substrate import SimSubstrate
 from talaria_gpu.engine.sim.tokens import EOS, VOCAB_SIZE
 
 _CATCH_UP_MS = 100.0
 """How far a starved process may lag behind the modelled device and still make it up."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """What the device does."""
-
-    kind: Literal["prefill", "decode", "copy"]
-    """copy: it waits for prefixes from host, as there is nothing else to run."""
-    start: float
-    due: float
-    wall_ms: float
-    shares: tuple[Share, ...] = ()
-    calls: tuple[SimCall, ...] = ()
-    """Of a decode."""
-    steps: int = 1
-    """Decode iterations."""
-    context_tokens: int = 0
-    """Of all its calls, at the first iteration."""
 
 
 class SimEngine:
@@ -78,7 +59,7 @@ class SimEngine:
         self._model_of: dict[str, str] = {}
         self._closed: set[str] = set()
         self._active = instance.models[0] if len(instance.models) == 1 else None
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._free_at = 0.0
         """When the device is, or was, done with its last batch or switch."""
         self._admit: frozenset[str] | None = None
@@ -330,7 +311,7 @@ class SimEngine:
         if self._flight is None and self._kept.in_the_way(model, self._admit):
             due = self._kept.all_over()
             if due > now:
-                self._flight = _Flight("copy", now, due, (due - now) * 1000)
+                self._flight = Flight("copy", now, due, (due - now) * 1000)
                 self._free_at = due
                 return
             pool.release()
@@ -347,7 +328,7 @@ class SimEngine:
                 for call, part in shares:
                     call.source = "device" if part.cached and call.cached else call.source
             wall_ms = self._device.prefill_ms(model, [share.part for share in shares])
-            self._flight = _Flight("prefill", now, now + wall_ms / 1000, wall_ms, tuple(shares))
+            self._flight = Flight("prefill", now, now + wall_ms / 1000, wall_ms, tuple(shares))
         elif pool.running:
             self._flight = self._decoding(pool, now)
             if self._macro:
@@ -355,7 +336,7 @@ class SimEngine:
         if self._flight is not None:
             self._free_at = self._flight.due
 
-    def _decoding(self, pool: SimPool, now: float) -> _Flight:
+    def _decoding(self, pool: SimPool, now: float) -> Flight:
         # Decode follows the batch before without a gap, as on a device: a caller that came a little late to fetch
         # that one must not make the stream slower than its pace. In virtual time nobody is late.
         calls = tuple(pool.grow())
@@ -363,11 +344,8 @@ class SimEngine:
         late_ms = (now - self._free_at) * 1000
         step_ms = self._device.decode_ms(self._active or "", len(calls), context, 1)
         start = self._free_at if late_ms < max(step_ms, _CATCH_UP_MS) and not self._macro else now
-        return self._decode(start, calls, context, self._most_steps(pool) if self._macro else 1)
-
-    def _decode(self, start: float, calls: tuple[SimCall, ...], context_tokens: int, steps: int) -> _Flight:
-        wall_ms = self._device.decode_ms(self._active or "", len(calls), context_tokens, steps)
-        return _Flight("decode", start, start + wall_ms / 1000, wall_ms, (), calls, steps, context_tokens)
+        steps = self._most_steps(pool) if self._macro else 1
+        return decode(self._device, self._active or "", start, calls, context, steps=steps)
 
     def _most_steps(self, pool: SimPool) -> int:
         """Iterations until the first call ends or KV runs short (the first one's rows are taken already)."""
@@ -382,21 +360,11 @@ class SimEngine:
 
     def _cut(self, at: float | None = None) -> None:
         """End the decode under way at its first iteration that is over at or after `at` (default: now)."""
-        flight = self._flight
-        at = self._clock.now() if at is None else at
-        if flight is None or flight.steps == 1 or flight.due <= at:
-            return
-        low, high = 1, flight.steps
-        while low < high:
-            middle = (low + high) // 2
-            if self._decode(flight.start, flight.calls, flight.context_tokens, middle).due >= at:
-                high = middle
-            else:
-                low = middle + 1
-        self._flight = self._decode(flight.start, flight.calls, flight.context_tokens, low)
-        self._free_at = self._flight.due
+        if self._flight is not None:
+            self._flight = cut(self._flight, self._clock.now() if at is None else at, self._device, self._active or "")
+            self._free_at = self._flight.due
 
-    def _land(self, flight: _Flight, now: float) -> StepResult:
+    def _land(self, flight: Flight, now: float) -> StepResult:
         model = self._active or ""
         pool = self._pools[model]
         restored = self._kept.take_restored() if self._kept is not None else 0
