@@ -90,7 +90,7 @@ class HostedModel(PlainModel):
         slots = scheduler.state_slots
         self._store, self._pools, self._suspends = store, pools, suspends
         self._saver = Saver(store, pools, tree, SPARE_STATES)
-        self._restorer = Restorer(store, pools, self._saver, tree, allocator, states=slots, ranks=ranks)
+        self._restorer = Restorer(store, pools, self._saver, scheduler, ranks)
         self._suspension = Suspension(store, pools, tree, allocator, slots)
         self._restored_tokens, self._restore_ms = 0, 0.0
         tree.on_checkpoint = self._saver.checkpoint
@@ -137,7 +137,10 @@ class HostedModel(PlainModel):
         hold may be in the way, and goes.
         """
         self._store.poll()
-        self._publish()
+        if not self._scheduler.queued() and not self._scheduler.inflight():
+            self._finish_copies()  # rows that are coming for nobody would be a leak to SGLang, which looks when idle
+        else:
+            self._publish()
         self._make_room()
         ran = self._ran(self._ready(admit))
         if ran.kind == "idle" and self._in_the_way(admit):
@@ -175,10 +178,8 @@ class HostedModel(PlainModel):
         return waits and (self._restorer.busy or self._store.saving > 0)
 
     def _make_room(self) -> None:
-        """Locks of ours must not make SGLang retract: without room for one decode of all, they go."""
-        scheduler = self._scheduler
-        needed = (len(scheduler.inflight()) + 1) * scheduler.page_size
-        if scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size() < needed:
+        """Locks of ours must not take what calls under way need next: without room for it, they go."""
+        if self._scheduler.spare_tokens < 0:
             self.settle()
 
     def _finish_copies(self) -> None:

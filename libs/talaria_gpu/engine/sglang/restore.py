@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from talaria_gpu.engine.sglang.identity import Pools
 from talaria_gpu.engine.sglang.saving import Saver
+from talaria_gpu.engine.sglang.scheduler import SlotScheduler
 from talaria_gpu.hkvr.agreement import Ranks, agree_on
 from talaria_gpu.hkvr.registry import Block
 from talaria_gpu.hkvr.states import Found
@@ -53,25 +54,15 @@ class Restorer:
         store: the host's.
         pools: the model's.
         saver: knows what the host has of a call.
-        tree: the model's prefix tree.
-        allocator: of its KV rows.
-        states: the allocator of a hybrid's recurrent states.
+        scheduler: the model's: its tree, its rows, and how many of those may be taken.
         ranks: all of the model's.
     """
 
-    def __init__(
-        self,
-        store: HostKv,
-        pools: Pools,
-        saver: Saver,
-        tree: Any,
-        allocator: Any,
-        *,
-        states: Any | None,
-        ranks: Ranks,
-    ) -> None:
+    def __init__(self, store: HostKv, pools: Pools, saver: Saver, scheduler: SlotScheduler, ranks: Ranks) -> None:
         self._store, self._pools, self._saver = store, pools, saver
-        self._tree, self._allocator, self._states, self._ranks = tree, allocator, states, ranks
+        self._scheduler, self._ranks = scheduler, ranks
+        self._tree, self._allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+        self._states = scheduler.state_slots
         self._coming: dict[str, _Coming] = {}
         self._gone: list[_Coming] = []
         """Of calls that went in mid-restore."""
@@ -165,6 +156,9 @@ class Restorer:
         if any(found.blocks[have // size].key in coming.keys for coming in self._coming.values()):
             return True  # another call's restore brings it
         lock = self._tree.lock(match.last_device_node)  # before evicting: the path must stay
+        if self._scheduler.spare_tokens < end - have:  # SGLang does not count what we take
+            self._tree.unlock(lock)
+            return False
         evict_from_tree_cache(self._tree, end - have)
         rows = self._allocator.alloc(end - have)
         slot = None if rows is None or self._states is None else self._state_slot()

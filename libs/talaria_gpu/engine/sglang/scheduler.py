@@ -111,6 +111,21 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
         """Longest prompt + completion that SGLang serves in full; beyond, it clips (`init_req_max_new_tokens`)."""
         return int(self.max_req_len) - 1
 
+    @property
+    def spare_tokens(self) -> int:
+        """KV rows, free or evictable, beyond what calls under way need next; below 0: they lack so many.
+
+        That is a page for each, one for a new one, and all that a half prefilled prompt has still to get: SGLang takes
+        rows for its next chunk without asking whether there are any, for it counted them when it admitted the prompt.
+        """
+        tree = self.tree_cache
+        evictable = tree.full_evictable_size() if tree.supports_mamba() else tree.evictable_size()
+        needed = (len(self.inflight()) + 1) * self.page_size
+        half = self.chunked_req
+        if half is not None:
+            needed += len(half.origin_input_ids) + len(half.output_ids) - half.extend_end + self.page_size
+        return int(self.token_to_kv_pool_allocator.available_size() + evictable - needed)
+
     def queued(self) -> list[Req]:
         """Requests whose prefill is not complete: the half prefilled one first, then retracted ones, then the rest."""
         half = [] if self.chunked_req is None else [self.chunked_req]
