@@ -22,12 +22,18 @@ from talaria_router.ownership import (
     router_key,
 )
 
+HEARTBEAT_S = 0.5
+TICK_S = HEARTBEAT_S / 5
+
 
 class Bucket:
-    """A bucket that everyone watches without delay, and the routers on it."""
+    """A bucket that everyone who does not stand still watches without delay, and the routers on it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.ticks = 0
+        self.still: dict[str, list[tuple[str, bytes, int]]] = {}
+        """Routers that stand still, with what waits to be read by each."""
         self.revision = 0
         self.entries: dict[str, tuple[bytes, int]] = {}
         self.routers: dict[str, Ownership] = {}
@@ -37,7 +43,7 @@ class Bucket:
 
     def start(self, name: str, epoch: str = "1") -> Ownership:
         presence = RouterPresence(router=name, epoch=epoch, started_ms=round(self.now * 1000))
-        self.routers[name] = router = Ownership(presence, 0.5, 3)
+        self.routers[name] = router = Ownership(presence, HEARTBEAT_S, 3)
         self.owned[name] = {}
         self.events[name] = []
         for key, (value, revision) in list(self.entries.items()):
@@ -51,12 +57,28 @@ class Bucket:
 
     def beat(self, name: str) -> None:
         self.put(router_key(name), encode(self.routers[name].me))
+        self.routers[name].beaten()
+
+    def stop(self, name: str) -> None:
+        self.still[name] = []
+
+    def wake(self, name: str) -> None:
+        """It looks around first, then has the answer to its last heartbeat, and then reads what has come meanwhile."""
+        router = self.routers[name]
+        self.run(name, router.tick(self.now))
+        router.beaten()
+        self.run(name, router.tick(self.now))
+        for change in self.still.pop(name):
+            self.run(name, router.changed(self.now, *change))
 
     def put(self, key: str, value: bytes) -> int:
         self.revision += 1
         self.entries[key] = (value, self.revision)
         for name, router in list(self.routers.items()):
-            self.run(name, router.changed(self.now, key, value, self.revision))
+            if name in self.still:
+                self.still[name].append((key, value, self.revision))
+            else:
+                self.run(name, router.changed(self.now, key, value, self.revision))
         return self.revision
 
     def run(self, name: str, effects: Sequence[Effect]) -> None:
@@ -83,13 +105,23 @@ class Bucket:
                 router.released(e, self.put(partition_key(e.partition), router.release(e)))
 
     def time(self, seconds: float, beating: bool = True) -> None:
-        for _ in range(round(seconds / 0.5)):
-            self.now += 0.5
+        """Time passes as in the shell: five looks to a heartbeat. Not `beating`: nothing is written, the bus hangs."""
+        for _ in range(round(seconds / TICK_S)):
+            self.ticks += 1
+            self.now = 1000.0 + self.ticks * TICK_S
             for name in list(self.routers):
-                if beating:
+                if beating and name not in self.still and self.ticks % 5 == 0:
                     self.beat(name)
             for name, router in list(self.routers.items()):
-                self.run(name, router.tick(self.now))
+                if name not in self.still:
+                    self.run(name, router.tick(self.now))
+
+    def two(self) -> None:
+        """Two routers that have shared everything; both have just beaten."""
+        self.start("r0")
+        self.start("r1")
+        self.time(6)
+        self.check()
 
     def check(self) -> None:
         """Everything is owned, once."""
@@ -137,6 +169,88 @@ def test_a_death_is_noticed_in_three_heartbeats_and_moves_only_its_share():
     assert b.writes == before + lost
     for n, owned in kept.items():
         assert owned.items() <= b.owned[n].items(), "what was theirs stayed, under the same fence"
+
+
+def test_a_death_is_noticed_in_three_heartbeats_and_not_before():
+    b = Bucket()
+    b.two()
+    b.kill("r1")
+    mine, before = len(b.owned["r0"]), b.writes
+    b.time(3 * HEARTBEAT_S)
+    assert b.writes == before
+    b.time(TICK_S)
+    b.check()
+    assert b.writes == before + PARTITIONS - mine
+
+
+@given(st.integers(1, 80))
+def test_a_router_that_stood_still_takes_nothing_from_another(ticks: int):
+    b = Bucket()
+    b.two()
+    shares = {n: set(owned) for n, owned in b.owned.items()}
+    b.stop("r0")
+    b.time(ticks * TICK_S)
+    tried = len(b.events["r0"])
+    b.wake("r0")
+    b.time(2 * HEARTBEAT_S)
+    assert not [e for e in b.events["r0"][tried:] if isinstance(e, TryClaim)]
+    assert shares["r1"] <= set(b.owned["r1"])
+    b.time(8)
+    b.check()
+    assert {n: set(owned) for n, owned in b.owned.items()} == shares, "what it lost meanwhile came back to it"
+
+
+@given(st.integers(1, 80), st.booleans())
+def test_a_death_while_it_stood_still_is_noticed_in_three_heartbeats(ticks: int, goodbye: bool):
+    b = Bucket()
+    b.two()
+    b.stop("r0")
+    if goodbye:
+        b.beat("r1")
+    b.kill("r1")
+    b.time(ticks * TICK_S)
+    b.wake("r0")
+    b.time(3 * HEARTBEAT_S + TICK_S)
+    b.check()
+
+
+@given(st.integers(1, 80), st.sampled_from(["r0", "r1"]), st.integers(0, 10))
+def test_nobody_dies_of_a_bus_that_is_away(ticks: int, last: str, later: int):
+    """However long, and though one router is back up to two heartbeats before the other."""
+    b = Bucket()
+    b.two()
+    before = b.writes
+    b.time(ticks * TICK_S, beating=False)
+    for router in b.routers.values():
+        router.forgive(b.now)
+    b.stop(last)
+    b.time(later * TICK_S)
+    b.wake(last)
+    b.time(8)
+    b.check()
+    assert b.writes == before, "nothing has moved"
+
+
+@given(st.integers(1, 80))
+def test_a_bus_that_hangs_unnoticed_costs_nobody_anything(ticks: int):
+    """Whoever takes part in it is silent for all others at the same time."""
+    b = Bucket()
+    b.two()
+    before = b.writes
+    b.time(ticks * TICK_S, beating=False)
+    b.time(8)
+    b.check()
+    assert b.writes == before
+
+
+def test_a_death_during_an_outage_is_noticed_in_three_heartbeats_after_it():
+    b = Bucket()
+    b.two()
+    b.kill("r1")
+    b.time(5, beating=False)
+    b.routers["r0"].forgive(b.now)
+    b.time(3 * HEARTBEAT_S + TICK_S)
+    b.check()
 
 
 def test_a_restart_reclaims_its_own_at_once_under_a_higher_fence():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,12 @@ from typing import Any
 import pytest
 
 from talaria_common import subjects
-from talaria_common.bus import NatsBus
+from talaria_common.bus import KvWatch, Message, NatsBus
+from talaria_common.ids import PARTITIONS
+from talaria_common.wire import decode
+from talaria_router.ownership import Claim
 from tests.router.mesh import Api, Instance
+from tests.support.nats_server import NatsServer
 from tests.support.waiting import Inbox, until
 
 TOML = """
@@ -179,6 +186,84 @@ async def test_routers_join_and_leave_and_telemetries_come_and_go_under_load(mes
     await asyncio.gather(*agents)
     stayed = sum(set(homes[s][-4:]) == {before[s]} for s in before)
     assert stayed >= 38, "at least 95% kept their place"
+
+
+class Partitions:
+    """What routers do with the bucket: `written` holds all that they asked of it, what it refused too."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, list[str]] = {}
+        self.beats: Counter[str] = Counter()
+        self.owner: dict[str, str] = {}
+
+    def hear(self, message: Message) -> None:
+        key = message.subject.removeprefix(f"$KV.{subjects.KV_PARTITIONS}.")
+        if key.startswith("p."):
+            self.written.setdefault(key, []).append(decode(message.data, Claim).owner)
+        else:
+            self.beats[key] += 1
+
+    async def follow(self, watch: KvWatch) -> None:
+        async for key, entry in watch:
+            if key.startswith("p.") and entry is not None:
+                self.owner[key] = decode(entry.value, Claim).owner
+
+    def share(self, router: str) -> int:
+        return sum(owner == router for owner in self.owner.values())
+
+    def shared(self) -> bool:
+        """Two routers own everything, each its part."""
+        return self.share("router-0") + self.share("router-1") == PARTITIONS and 90 < self.share("router-0") < 166
+
+
+@contextlib.asynccontextmanager
+async def partitions(url: str) -> AsyncIterator[Partitions]:
+    bus = await NatsBus.connect(url)  # one connection for both: what was asked is heard before what came of it
+    it = Partitions()
+    await bus.subscribe(f"$KV.{subjects.KV_PARTITIONS}.>", it.hear)
+    watch = await (await bus.kv(subjects.KV_PARTITIONS)).watch()
+    following = asyncio.ensure_future(it.follow(watch))
+    try:
+        yield it
+    finally:
+        following.cancel()
+        await bus.close()
+
+
+async def test_a_router_that_stood_still_takes_nothing_from_another(mesh: Any, nats_url: str):
+    """It has heard nobody meanwhile; that is not the others' silence. What it lost is given back to it, in order."""
+    processes, _, _ = mesh
+    async with partitions(nats_url) as seen:
+        sleeper, _ = [await processes.start("router", f"router-{n}") for n in (0, 1)]
+        await until(seen.shared, 30, "each has its share")
+        share = seen.share("router-0")
+        sleeper.send_signal(signal.SIGSTOP)
+        await until(lambda: seen.share("router-1") == PARTITIONS, 30, "the other has taken over")
+        beats = seen.beats["r.router-1"]
+        await until(lambda: seen.beats["r.router-1"] > beats + 3, 30, "more than a dead one may miss")
+        marks = {p: len(written) for p, written in seen.written.items()}
+        sleeper.send_signal(signal.SIGCONT)
+        await until(lambda: seen.share("router-0") == share, 30, "it has its share again")
+        later = {tuple(written[marks[p] :]) for p, written in seen.written.items()}
+        assert later == {(), ("", "router-0")}, "released first, never taken"
+
+
+async def test_a_bus_that_hangs_moves_no_partition(nats_server: NatsServer, tmp_path: Path):
+    processes = Processes(tmp_path, nats_server.url)
+    try:
+        async with partitions(nats_server.url) as seen:
+            for n in (0, 1):
+                await processes.start("router", f"router-{n}")
+            await until(seen.shared, 30, "each has its share")
+            before = {p: list(written) for p, written in seen.written.items()}
+            os.kill(nats_server.pid, signal.SIGSTOP)
+            await asyncio.sleep(2.0)  # more than twice what a death takes to be noticed
+            os.kill(nats_server.pid, signal.SIGCONT)
+            have = dict(seen.beats)
+            await until(lambda: all(seen.beats[r] > n + 12 for r, n in have.items()), 30, "both beat again")
+            assert seen.written == before
+    finally:
+        await processes.end()
 
 
 async def test_an_orderly_end_exits_0(mesh: Any):

@@ -31,6 +31,8 @@ from talaria_router.ownership import (
 log = structlog.get_logger(__name__)
 
 WRITES_AT_ONCE = 16
+BEAT_WITHIN_HEARTBEATS = 2
+"""A beat whose answer was lost with a server must not hold up the next ones: others would take us for dead."""
 
 
 OpenBucket = Callable[[], Awaitable[KvBucket]]
@@ -90,6 +92,7 @@ class Claims:
 
     def connected(self) -> None:
         """The bus is there again: what we believe to be ours may have been lost with the server's store."""
+        self.ownership.forgive(self._clock.now())
         self._tasks.append(asyncio.ensure_future(self._verify()))
 
     async def _verify(self) -> None:
@@ -106,9 +109,12 @@ class Claims:
 
     async def _beat(self) -> None:
         try:
-            await self._bucket.put(router_key(self.ownership.me.router), encode(self.ownership.me))
-        except BusError as e:
-            log.debug("heartbeat not written", error=e.message)
+            async with asyncio.timeout(BEAT_WITHIN_HEARTBEATS * self._heartbeat_s):
+                await self._bucket.put(router_key(self.ownership.me.router), encode(self.ownership.me))
+        except (BusError, TimeoutError) as e:
+            log.debug("heartbeat not written", error=str(e))
+        else:
+            self.ownership.beaten()
 
     async def _watch(self) -> None:
         while True:

@@ -7,6 +7,9 @@ from an earlier life; it releases what should be another's once the set of route
 change is a compare-and-set on the partition's revision, so the worst that a wrong picture does is a lost race. A join
 or a death moves only the partitions that have to move.
 
+Silence counts only as far as our own heartbeats were written meanwhile. A router that stood still, or whose bus hangs
+or is away, has heard nobody either; were that a death of all others, it would take every partition from the living.
+
 The fencing token (`owner_rev`) is not the revision itself but max(previous fence + 1, now in ms), written with the
 claim: it rises with every claim as the revision does, and goes on rising when the bucket was lost with its server's
 disk. Instances that had seen higher revisions would otherwise refuse every call until they were restarted.
@@ -80,6 +83,8 @@ class _Known:
 class _Router:
     presence: RouterPresence
     heard_at: float
+    missed: int = 0
+    """Heartbeats of our own that were written since its last."""
 
 
 def partition_key(partition: int) -> str:
@@ -98,6 +103,7 @@ class Ownership:
     def __init__(self, presence: RouterPresence, heartbeat_s: float, missed: int) -> None:
         self.me = presence
         self._dead_after = heartbeat_s * missed
+        self._missed = missed
         self._stable_for = heartbeat_s * STABLE_HEARTBEATS
         self._known: dict[int, _Known] = {}
         self._routers: dict[str, _Router] = {}
@@ -147,11 +153,23 @@ class Ownership:
             return []  # another version's key: not ours to judge
         return []
 
+    def beaten(self) -> None:
+        """Our heartbeat was written: the bucket works, and by now the others could have written theirs."""
+        for router in self._routers.values():
+            router.missed += 1
+
+    def forgive(self, now: float) -> None:
+        """The bus is there again: others may need longer to come back than we did, so nobody was silent before now."""
+        for router in self._routers.values():
+            router.heard_at, router.missed = now, 0
+
     def tick(self, now: float) -> list[Effect]:
         """Look at who lives, and claim or release. Nothing before our own heartbeat was seen: the watch is behind."""
         if not self._current:
             return []
-        live = {name for name, r in self._routers.items() if now - r.heard_at <= self._dead_after}
+        live = {
+            name for name, r in self._routers.items() if now - r.heard_at <= self._dead_after or r.missed < self._missed
+        }
         self._see(now, frozenset(live | {self.me.router}))
         out: list[Effect] = []
         for partition, wanted in self._wanted.items():
