@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import nats.errors
 import nats.js.errors as js_errors
@@ -96,6 +96,27 @@ class _Sub:
                 nats.errors.BadSubscriptionError,
             ):
                 return  # nothing left to drain
+
+
+class Silence:
+    """How long the server has brought nothing, as far as we could have heard it; judged every PROBE_S."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def judge(self, lasted_s: float, *, quiet: bool) -> Literal["", "ask", "mute"]:
+        """What to do after an interval that `lasted_s`, in which nothing was read if it was `quiet`."""
+        if not quiet:
+            self._seconds = 0.0
+            return ""
+        if lasted_s > 2 * PROBE_S:
+            return ""  # it was us who stood still: what the server said waits to be read, and is heard in the next one
+        asked = self._seconds > 0
+        self._seconds += PROBE_S
+        if self._seconds >= MUTE_S:
+            self._seconds = 0.0
+            return "mute"
+        return "" if asked else "ask"
 
 
 class NatsBus:
@@ -388,25 +409,21 @@ class NatsBus:
 
     async def _listen(self) -> None:
         """Find out when the server hangs: it brings nothing, while we could hear it, not even the answer to a ping."""
-        loop = asyncio.get_running_loop()
-        silence_s = 0.0
+        loop, silence = asyncio.get_running_loop(), Silence()
         while True:
             client, began = self._client, loop.time()
             client.quiet = True
             await asyncio.sleep(PROBE_S)
-            late = loop.time() - began > 2 * PROBE_S  # then it was us who stood still: what it said waits to be read
-            if late or self._mute or not self._up or client is not self._client or not client.quiet:
-                silence_s = 0.0
-                continue
-            if not silence_s:
-                with contextlib.suppress(nats.errors.Error, OSError):
-                    await client.ping()
-            silence_s += PROBE_S
-            if silence_s > MUTE_S:
-                self._mute = True
-                client.on_sound = self._unmute
-                log.warning("the message bus does not answer", url=self._options["servers"])
-                self._tell(False)
+            hears_nothing = client.quiet and client is self._client and self._up and not self._mute
+            match silence.judge(loop.time() - began, quiet=hears_nothing):
+                case "ask":
+                    with contextlib.suppress(nats.errors.Error, OSError):
+                        await client.ping()
+                case "mute":
+                    self._mute = True
+                    client.on_sound = self._unmute
+                    log.warning("the message bus does not answer", url=self._options["servers"])
+                    self._tell(False)
 
     def _unmute(self) -> None:
         if self._mute:

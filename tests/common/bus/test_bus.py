@@ -229,6 +229,7 @@ async def test_a_tap_hides_no_responders(bus_pair: tuple[Bus, Bus]):
     await tap.flush()
     with pytest.raises(BusTimeoutError):
         await bus.request("talaria.v1.rpc.instance.gone.health", b"", timeout_s=0.1)
+    await seen.wait(1)
     assert len(seen.messages) == 1
 
 
