@@ -59,7 +59,7 @@ class ApiSettings(_Section):
     silence_s: float = Field(2.0, gt=0, description="without a batch for this long an instance is taken for dead")
     max_attempts: int = Field(4, ge=1, description="placements tried for one call before its first token")
     max_pending_frames: int = Field(4096, ge=16, description="frames a slow reader may leave unread before it is cut")
-    drain_s: float = Field(4.0, ge=0, description="at SIGTERM, how long streams may take to finish")
+    drain_s: float = Field(3.0, ge=0, description="at SIGTERM, how long streams may take to finish")
 
 
 class BusSettings(_Section):

@@ -48,6 +48,11 @@ def test_every_role_has_its_turn_to_stop_and_all_fit_15_s() -> None:
     assert sum(grace_s for _, grace_s in STOP_ORDER) < 15
 
 
+def test_the_api_has_time_to_cut_its_streams_before_it_is_killed() -> None:
+    grace_s = next(grace_s for group, grace_s in STOP_ORDER if "api" in group)
+    assert grace_s >= Settings().api.drain_s + 1
+
+
 def test_wildcard_hosts_are_reached_over_loopback() -> None:
     assert client_host("0.0.0.0") == "127.0.0.1"
     assert client_host("::1") == "[::1]"
