@@ -137,9 +137,11 @@ class CopyThread:
             elif after is not None:
                 after.result()
             started = time.perf_counter()
-            transfer._run()  # noqa: SLF001 - see above
-            if stream is not None:
-                stream.synchronize()
+            try:
+                transfer._run()  # noqa: SLF001 - see above
+            finally:
+                if stream is not None:  # also past a failure: what was launched before it writes on
+                    stream.synchronize()
         return started
 
 
