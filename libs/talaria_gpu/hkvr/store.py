@@ -60,6 +60,8 @@ class Restore:
     """A hybrid's: with a state behind it, it is of use only as a whole."""
     good: list[int] = field(default_factory=list)
     """Tokens of each block that arrived and was found intact, in order."""
+    failed: bool = False
+    """Known at the end: on some rank the copy did not complete. Its blocks stay: nothing is known against them."""
 
 
 class Parked(NamedTuple):
@@ -283,6 +285,7 @@ class HostKv:
         failed = restore.transfer.error is not None
         mine = len(restore.good) if not failed else 0
         arrived, completed = self._ranks.least([mine, int(not failed)])
+        restore.failed = not completed
         self.registry.touch(restore.blocks[:arrived])
         if not completed:
             counts.failed += 1

@@ -137,10 +137,8 @@ class HostedModel(PlainModel):
         hold may be in the way, and goes.
         """
         self._store.poll()
-        if not self._scheduler.queued() and not self._scheduler.inflight():
-            self._finish_copies()  # rows that are coming for nobody would be a leak to SGLang, which looks when idle
-        else:
-            self._publish()
+        # Rows that come for nobody would be a leak to SGLang, which looks for them when it has nothing to do.
+        self._publish(wait=not self._scheduler.queued() and not self._scheduler.inflight())
         self._make_room()
         ran = self._ran(self._ready(admit))
         if ran.kind == "idle" and self._in_the_way(admit):
@@ -162,16 +160,30 @@ class HostedModel(PlainModel):
         queue = self._scheduler.waiting_queue
         if not queue or (admit is not None and not admit):
             return admit
-        places = self._scheduler.max_running_requests - len(self._scheduler.inflight())
-        wanted = [request for request in queue if admit is None or request.rid in admit][: max(places, 0)]
+        places = max(self._scheduler.max_running_requests - len(self._scheduler.inflight()), 0)
+        wanted = [request for request in queue if admit is None or request.rid in admit][:places]
+        taken = self._states_taken(wanted)
+        wanted = wanted[: max(places - taken, 0)]
         started = time.perf_counter()
         coming = self._restorer.prepare(wanted)
         self._restore_ms += (time.perf_counter() - started) * 1e3
-        if not coming:
+        if not coming and not taken:
             return admit
         half = self._scheduler.chunked_req
         ready = {request.rid for request in wanted} - coming
         return frozenset(ready if half is None else ready | {half.rid})
+
+    def _states_taken(self, wanted: list[Any]) -> int:
+        """For how many calls a hybrid lacks states because prefixes are on their way for others than `wanted`.
+
+        SGLang has states for as many calls as may run, and does not ask before it takes one. A prefix on its way has
+        one, and locks another; one that is merely held for a call that is not wanted now goes.
+        """
+        if not self._scheduler.states:
+            return 0
+        rids = {request.rid for request in wanted}
+        self._restorer.release(keep=rids)
+        return self._restorer.coming_for_others(rids)
 
     def _in_the_way(self, admit: frozenset[str] | None) -> bool:
         waits = any(admit is None or request.rid in admit for request in self._scheduler.queued())
@@ -179,7 +191,7 @@ class HostedModel(PlainModel):
 
     def _make_room(self) -> None:
         """Locks of ours must not take what calls under way need next: without room for it, they go."""
-        if self._scheduler.spare_tokens < 0:
+        if self._scheduler.spare_tokens < 0 or self._scheduler.spare_states < 0:
             self.settle()
 
     def _finish_copies(self) -> None:

@@ -8,7 +8,7 @@ state at its end, or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,8 @@ class Restorer:
         """Locks on restored prefixes whose calls have not been admitted yet."""
         self._device_had: dict[str, int] = {}
         """For restored calls: tokens of the prefix that did not come from the host."""
+        self._computed: set[str] = set()
+        """Calls whose copy failed: another try might fail as well, and so on while others run."""
         self._refs: dict[str, list[Block]] = {}
 
     # --- what is there
@@ -100,7 +102,8 @@ class Restorer:
         waiting = set()
         for request in requests:
             rid = request.rid
-            if rid in self._coming or (rid not in self._held and not request.kv.holds_kv and self._start(request)):
+            settled = rid in self._held or rid in self._computed or request.kv.holds_kv
+            if rid in self._coming or (not settled and self._start(request)):
                 waiting.add(rid)
         return waiting
 
@@ -123,15 +126,20 @@ class Restorer:
         """SGLang holds the request's prefix itself now."""
         self._tree.unlock(self._held.pop(rid, None))
 
-    def release(self) -> None:
-        """Give up every hold: the prefixes stay in the tree while nobody needs their rows."""
-        for rid in list(self._held):
+    def release(self, keep: Collection[str] = ()) -> None:
+        """Give up every hold but those for `keep`: the prefixes stay in the tree while nobody needs their rows."""
+        for rid in [rid for rid in self._held if rid not in keep]:
             self.admitted(rid)
+
+    def coming_for_others(self, rids: Collection[str]) -> int:
+        """How many prefixes are on their way for other calls than these, or for calls that have gone."""
+        return len(self._gone) + sum(rid not in rids for rid in self._coming)
 
     def left(self, rid: str) -> None:
         """The call is over, in whatever state. Rows of a prefix that is still coming are freed when it has arrived."""
         self.admitted(rid)
         self._device_had.pop(rid, None)
+        self._computed.discard(rid)
         self._store.registry.unrefer(self._refs.pop(rid, []))
         coming = self._coming.pop(rid, None)
         if coming is not None:
@@ -190,6 +198,8 @@ class Restorer:
 
     def _arrived(self, coming: _Coming) -> int:
         got = self._store.restored(coming.restore)
+        if coming.restore.failed and coming.wanted:
+            self._computed.add(coming.request.rid)
         lost = coming.rows[got:]
         if not got or not coming.wanted:
             self._allocator.free(coming.rows)

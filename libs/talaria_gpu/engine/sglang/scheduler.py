@@ -126,6 +126,14 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
             needed += len(half.origin_input_ids) + len(half.output_ids) - half.extend_end + self.page_size
         return int(self.token_to_kv_pool_allocator.available_size() + evictable - needed)
 
+    @property
+    def spare_states(self) -> int:
+        """Recurrent states, free or evictable, beyond one for each call under way; below 0: they lack so many."""
+        if self.state_slots is None:
+            return 0
+        there = self.state_slots.available_size() + self.tree_cache.mamba_evictable_size()
+        return int(there - len(self.inflight()))
+
     def queued(self) -> list[Req]:
         """Requests whose prefill is not complete: the half prefilled one first, then retracted ones, then the rest."""
         half = [] if self.chunked_req is None else [self.chunked_req]

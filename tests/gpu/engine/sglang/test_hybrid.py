@@ -182,6 +182,57 @@ def test_cancelled_in_mid_restore(engine, driver, references, new_prompt):
     assert_greedy(references[HYBRID], driver.outputs[other].prompt, driver.outputs[other].ids)
 
 
+@pytest.fixture
+def few_states(make_engine, driver_for, new_prompt):
+    """Two calls at most and 12 states; ten sessions of 64 tokens on the host, one call decoding."""
+    from talaria_gpu.engine.sglang.spec import HostKvOptions
+
+    engine = make_engine(HYBRID, QWEN3, max_running=2, kv_tokens=800, host_kv=HostKvOptions(capacity_bytes=64 * MIB))
+    driver = driver_for(engine)
+    sessions = [[*new_prompt(64), 9] for _ in range(10)]
+    for ids in sessions:
+        driver.run(HYBRID, ids, 2)
+    away(engine)
+    running = driver.submit(HYBRID, new_prompt(20), 90)
+    driver.step()
+    return engine, driver, sessions, running
+
+
+def test_prefixes_for_nobody_leave_states_for_who_comes(few_states, references, new_prompt):
+    """Restores of cancelled calls, and prefixes held for calls that are not admitted any more, each with a state."""
+    engine, driver, sessions, running = few_states
+    assert engine._models[HYBRID].scheduler.states == 12
+    go = threading.Event()
+    try:
+        engine._host_kv._in.submit(go.wait, 0)
+        for ids in sessions:
+            rid = driver.submit(HYBRID, ids, 4)
+            driver.step()
+            assert engine.abort(rid)
+        fresh = driver.submit(HYBRID, new_prompt(20), 4)
+        for _ in range(3):
+            driver.step()
+    finally:
+        go.set()
+    driver.step()
+    while not driver.outputs[fresh].finished:
+        driver.step()
+    held = []
+    for ids in sessions:
+        held.append(driver.submit(HYBRID, ids, 4))
+        driver.step(frozenset({held[-1]}))
+        engine._host_kv._reads and engine._host_kv._reads[-1].transfer.wait()
+        assert driver.step(frozenset()).kind == "decode"
+    late = driver.submit(HYBRID, new_prompt(20), 4)
+    assert driver.step(frozenset({late})).kind == "prefill"
+    driver.drain(HYBRID)
+    for rid in (running, fresh, late, *held):
+        out = driver.outputs[rid]
+        assert out.finished == "length"
+        assert_greedy(references[HYBRID], out.prompt, out.ids)
+    assert [driver.outputs[rid].cached for rid in held] == [64] * 10
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("page_size", [16, 1])
 def test_two_hybrids_share_one_buffer(make_engine, driver_for, references, new_prompt, page_size):

@@ -92,7 +92,7 @@ def test_a_running_call_keeps_the_rows_of_its_next_token(engine, driver, referen
     exact(references, driver.outputs[running], driver.outputs[coming])
 
 
-def test_all_are_cancelled_in_mid_restore(engine, driver, references, new_prompt, on_host, gate, monkeypatch):
+def test_all_are_cancelled_in_mid_restore(engine, driver, references, new_prompt, on_host, gate, monkeypatch):  # noqa: PLR0917 - fixtures
     """A step with nothing left to run waits for the rows that are still coming: SGLang would take them for a leak."""
     ids = on_host(64)
     running = driver.submit(QWEN3, new_prompt(20), 30)
@@ -109,3 +109,28 @@ def test_all_are_cancelled_in_mid_restore(engine, driver, references, new_prompt
     assert driver.step(NOBODY).kind == "idle"
     assert go.is_set()
     exact(references, driver.run(QWEN3, ids, 4))
+
+
+def test_a_copy_that_fails_is_not_tried_for_ever(engine, driver, references, new_prompt, on_host, monkeypatch):  # noqa: PLR0917 - fixtures
+    """The call's prefix is computed instead; a later call tries again."""
+    ids = on_host(96)
+    tried: list[int] = []
+
+    def broken(*_arguments):
+        tried.append(1)
+        raise OSError("the link is down")
+
+    before = engine.host_kv_stats().counts.failed
+    running = driver.submit(QWEN3, new_prompt(20), 60)
+    driver.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._host_kv._inward, "back", broken)
+        out = driver.outputs[driver.submit(QWEN3, ids, 4)]
+        driver.drain(QWEN3)
+    assert (len(tried), engine.host_kv_stats().counts.failed - before) == (1, 1)
+    assert out.cached == 0
+    exact(references, out, driver.outputs[running])
+    engine.switch(MLA)
+    out = driver.run(QWEN3, ids, 4)
+    assert out.cached == 96
+    exact(references, out)
