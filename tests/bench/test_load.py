@@ -47,7 +47,7 @@ async def test_closed_loop_counts_checked_answers(stream):
     async with worker(m=(0, 0)) as port:
         result = await run(job(port, stream=stream))
     assert result.failed == 0
-    assert result.requests >= 8
+    assert result.requests >= 4
     assert len(result.total_ms) == result.requests
     assert len(result.ttft_ms) == (result.requests if stream else 0)
     assert result.wall_s >= 0.2
@@ -58,7 +58,7 @@ async def test_paced_tokens_come_at_their_time():
     async with worker(m=(30, 10)) as port:
         result = await run(job(port, clients=1, seconds=0.3))
     assert min(result.ttft_ms) >= 28
-    assert min(result.per_token_ms) >= 8
+    assert min(result.total_ms) >= 65
     assert len(result.gap_ms) == 4 * result.requests
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import AsyncIterator
 
@@ -13,6 +14,7 @@ import pytest_asyncio
 from tests.mesh.settings import sim
 from tests.support.load import Outcome, session, stream_chat
 from tests.support.mesh import Mesh, mesh
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.chaos,
@@ -136,14 +138,15 @@ async def test_killed_instance_breaks_only_streams_past_their_first_token(runnin
     await serves(running)
 
 
-async def engine_pid(it: Mesh, iid: str) -> int:
+def engine_pids(it: Mesh, iid: str) -> list[int]:
     import psutil
 
-    children = [
-        p for p in psutil.Process(it.parts[iid].pid).children(recursive=True) if "talaria_gpu" in " ".join(p.cmdline())
-    ]
-    assert len(children) == 1, children
-    return children[0].pid
+    found = []
+    for process in psutil.Process(it.parts[iid].pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ends in this moment
+            if "talaria_gpu" in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
 async def test_killed_engine_breaks_only_streams_past_their_first_token(running: Mesh) -> None:
@@ -151,15 +154,13 @@ async def test_killed_engine_breaks_only_streams_past_their_first_token(running:
 
     work = load(running.http, "e")
     await under_way(running, "e")
-    before = await engine_pid(running, "cold-0")
+    (before,) = engine_pids(running, "cold-0")
     os.kill(before, signal.SIGKILL)
     runs = await work
     for c in (c for calls in runs for c in calls):
         assert c.done or c.started, f"{c.session}/{c.call} had no token yet and failed: {c.error}"
     await serves(running)
-    async with asyncio.timeout(20):
-        while await engine_pid(running, "cold-0") == before:
-            await asyncio.sleep(0.1)
+    await until(lambda: engine_pids(running, "cold-0") not in ([], [before]), 20, "another engine")
 
 
 async def test_stopped_instance_is_left_alone_and_comes_back(running: Mesh) -> None:
@@ -206,6 +207,6 @@ async def test_client_that_leaves_frees_its_slot(running: Mesh) -> None:
         async for line in response.aiter_lines():
             if line.startswith("data: "):
                 break
-    data = await asyncio.wait_for(ended.get(), 5)  # 2000 tokens would take 40 s
+    data = await asyncio.wait_for(ended.get(), 20)  # 2000 tokens would take 40 s
     await bus.close()
     assert b'"ok":false' in data

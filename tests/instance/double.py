@@ -51,6 +51,7 @@ source = "tiny-mla"
 id = "cold-0"
 engine = "sim"
 models = ["alpha", "beta"]
+slot_ms = 20000
 engine_hang_s = {hang_s}
 shutdown_s = {shutdown_s}
 [instances.sim]

@@ -105,7 +105,10 @@ async def test_the_nats_server_restarts(nats_server, tmp_path):
     async with process(nats_server.url, tmp_path) as (api, it):
         (engine,) = children(it.pid)
         bucket = await api.bus.kv(subjects.KV_INSTANCES)
-        record = decode((await bucket.get(IID)).value, Presence)
+        async with asyncio.timeout(20):
+            while (written := await bucket.get(IID)) is None:
+                await asyncio.sleep(0.02)
+        record = decode(written.value, Presence)
         running = await api.call(max_tokens=100_000)
         await api.first_token(running)
         await bucket.delete(IID)  # as a server that lost its store would

@@ -143,7 +143,7 @@ async def test_drain_and_resume(pair):
 async def test_presence(connect, tmp_path):
     async with running(connect, tmp_path) as (api, instance):
         bucket = await api.bus.kv(subjects.KV_INSTANCES)
-        record = decode((await bucket.get(IID)).value, Presence)
+        record = await written(bucket)
         assert (record.epoch, record.models, record.pid) == (
             instance.service.core.epoch,
             ("alpha", "beta"),
@@ -152,12 +152,21 @@ async def test_presence(connect, tmp_path):
     assert await bucket.get(IID) is None
 
 
-async def test_a_second_process_of_the_same_id_does_not_start(connect, pair, tmp_path):
+async def test_a_second_process_of_the_same_id_does_not_start(connect, pair, tmp_path, monkeypatch):
+    monkeypatch.setattr("talaria_instance.claim.ASK_S", 20.0)
     api, instance = pair
     twin = Running(await connect(), write_config(tmp_path))
     with pytest.raises(TwinError, match=instance.service.core.epoch):
         await twin.stop()
     await api.end_of(await api.call(max_tokens=3))
+
+
+async def written(bucket):
+    """Our entry in the presence bucket, once it is there."""
+    async with asyncio.timeout(20):
+        while (entry := await bucket.get(IID)) is None:
+            await asyncio.sleep(0.02)
+    return decode(entry.value, Presence)
 
 
 async def comes(bucket, record):
@@ -175,7 +184,7 @@ async def test_presence_that_is_overwritten(connect, tmp_path):
     instance = Running(await connect(), write_config(tmp_path))
     await api.ready()
     bucket = await api.bus.kv(subjects.KV_INSTANCES)
-    mine = decode((await bucket.get(IID)).value, Presence)
+    mine = await written(bucket)
     await bucket.put(IID, encode(msgspec.structs.replace(mine, epoch="dead", started_ms=mine.started_ms - 1)))
     await comes(bucket, mine)
     await bucket.delete(IID)  # an earlier life took its entry away, late
@@ -222,7 +231,7 @@ async def test_an_engine_killed_mid_stream(pair):
 
 
 async def test_a_stopped_engine_is_found_out(connect, tmp_path):
-    async with running(connect, tmp_path, hang_s=1.0) as (api, instance):
+    async with running(connect, tmp_path, hang_s=5.0) as (api, instance):
         rid = await api.call(max_tokens=100_000)
         await api.first_token(rid)
         pid = instance.engine_pid

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from tests.mesh.settings import sim
+from tests.mesh.settings import PATIENT, sim
 from tests.support.load import session, stream_chat
 from tests.support.mesh import Mesh, mesh
 
@@ -25,6 +25,8 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mes
     settings = sim(
         {"id": "hot-0", "pool": "hot", "models": ["model-a"], "sim": PACED},
         {"id": "cold-0", "sim": PACED, "slot_ms": 200.0, "drain_ms": 50.0},
+        router={"tau_s": 30.0},
+        api=PATIENT,
     )
     async with mesh(tmp_path_factory.mktemp("mesh"), settings) as it:
         yield it

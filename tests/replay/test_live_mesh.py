@@ -12,7 +12,7 @@ import pytest
 from talaria_replay.generate import generate
 from talaria_replay.live import results
 from talaria_replay.trace import read, sessions, write
-from tests.mesh.settings import sim
+from tests.mesh.settings import PATIENT, sim
 from tests.support.mesh import mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
@@ -36,7 +36,9 @@ async def test_a_trace_through_a_mesh(tmp_path: Path) -> None:
     calls = list(generate("mini-swe-agent", sessions=4, models=["model-a", "model-b"], seed=5, max_calls=5))
     write(tmp_path / "t.jsonl", calls)
     out = tmp_path / "r.json"
-    settings = sim(*({"id": f"cold-{n}", "sim": PACED, "slot_ms": 100.0, "drain_ms": 20.0} for n in range(2)))
+    settings = sim(
+        *({"id": f"cold-{n}", "sim": PACED, "slot_ms": 100.0, "drain_ms": 20.0} for n in range(2)), api=PATIENT
+    )
     async with mesh(tmp_path / "mesh", settings) as it:
         # warm-up: two calls for each of two models
         capture = await start("capture", str(tmp_path / "c.jsonl"), "--bus", it.nats_url, "--calls", "24", "--texts")
@@ -65,7 +67,7 @@ async def test_a_trace_through_a_mesh(tmp_path: Path) -> None:
     assert sorted((c.model, c.call, c.prompt_tokens, c.completion_tokens) for c in longest) == replayed
     for c in longest:
         assert c.messages
-        assert c.gap_s is None if not c.call else 0.0 < (c.gap_s or 0) < 2.0
+        assert c.gap_s is None if not c.call else 0.0 < (c.gap_s or 0) < 30.0
         assert bool(c.reusable_tokens) == bool(c.call)
     summary = json.loads(stdout)["summary"]
     done = results.read(out)
@@ -75,7 +77,7 @@ async def test_a_trace_through_a_mesh(tmp_path: Path) -> None:
     assert summary["failed_calls"] == summary["short_answers"] == 0
     assert summary["sct_s"]["n"] == 4
     assert {r.instance for r in done.calls} <= {"cold-0", "cold-1"}
-    assert {r.route for r in done.calls} <= {"lease", "cost"}
+    assert {r.route for r in done.calls} <= {"lease", "cost", "retry"}
     assert any(r.cached_tokens for r in done.calls if r.call)
     for r in done.calls:
         assert r.prompt_tokens == pytest.approx(

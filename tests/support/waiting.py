@@ -9,7 +9,7 @@ from collections.abc import Callable
 from talaria_common.bus import Message
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "the condition") -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 20.0, what: str = "the condition") -> None:
     """Return once `condition()` is true; it is tried on every turn of the loop, then every few ms."""
     start = time.monotonic()
     while not condition():
