@@ -209,9 +209,19 @@ async def test_close_handles_what_is_queued_and_lets_handlers_answer(bus_pair: t
 async def test_ensure_stream_can_be_repeated_and_changed(bus: Bus):
     await bus.ensure_stream("EVENTS", ["e.>"], max_age_s=60, max_bytes=1 << 20)
     await bus.ensure_stream("EVENTS", ["e.>"], max_age_s=60, max_bytes=1 << 20)
-    await bus.ensure_stream("EVENTS", ["e.>"], max_age_s=30, max_bytes=1 << 19)
-    await bus.publish("e.switch.x", b"{}")
+    await bus.publish("e.switch.x", b"1")
     await bus.flush()
+    await bus.ensure_stream("EVENTS", ["e.>"], max_age_s=30, max_bytes=1 << 19)
+    await bus.publish("e.switch.x", b"2")
+    await bus.flush()
+
+    async def held() -> list[bytes]:
+        return [m.data async for m in bus.read_stream("EVENTS", "e.>")]
+
+    async with asyncio.timeout(20):
+        while len(await held()) < 2:  # the server may not have stored it yet
+            await asyncio.sleep(0.02)
+    assert await held() == [b"1", b"2"]
 
 
 async def test_a_stream_answers_requests_on_its_subjects(bus: Bus):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -158,6 +159,42 @@ async def test_a_half_open_connection_is_noticed(nats_server: NatsServer, monkey
     await bus.publish("a", b"x")
     await inbox.wait(1)
     await bus.close()
+
+
+async def test_a_half_open_connection_is_given_up_for_a_new_one(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+):
+    """The way to the server swallows everything for good, as a firewall that forgot the connection: a new one works."""
+    monkeypatch.setattr(nats_bus, "PING_S", 0.1)
+    port = int(nats_server.url.rpartition(":")[2])
+    swallows: list[asyncio.Event] = []
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lost: asyncio.Event) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if not lost.is_set():
+                    writer.write(data)
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lost = asyncio.Event()
+        swallows.append(lost)
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(carry(reader, back, lost), carry(there, writer, lost))
+
+    proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+    url = f"nats://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+    bus = await NatsBus.connect(url, reconnect_wait_s=0.05)
+    inbox = Inbox()
+    await bus.subscribe("a", inbox)
+    await bus.flush()
+    swallows[0].set()
+    await until(lambda: len(swallows) == 2, what="a second connection")
+    await until(lambda: bus.connected)
+    await bus.publish("a", b"x")
+    await inbox.wait(1)
+    await bus.close()
+    proxy.close()
 
 
 async def test_close_while_the_server_is_away_returns(nats_server: NatsServer, bus: NatsBus):
