@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import nats.errors
 import nats.js.errors as js_errors
@@ -14,9 +14,10 @@ import structlog
 from nats.js import api
 
 from talaria_common.bus import names
-from talaria_common.bus._nats_client import MendedClient
 from talaria_common.bus._nats_errors import NAME_IN_USE, not_ready_or_silent, translate, translated
 from talaria_common.bus._nats_kv import NatsKv, NatsWatch, open_bucket
+from talaria_common.bus._nats_open import open_client
+from talaria_common.bus._nats_silence import PROBE_S, Silence
 from talaria_common.bus._nats_stream import read
 from talaria_common.bus.faults import FaultReporter
 from talaria_common.bus.interface import Handler, Headers, KvBucket, Message
@@ -32,10 +33,6 @@ MAX_BUFFERED_BYTES = 32 << 20
 PING_S = 5.0
 MAX_PINGS_OUT = 2
 """A half-open connection is given up after three pings: 15 s, instead of nats-py's 6 minutes."""
-PROBE_S = 0.25
-MUTE_S = 1.0
-"""A server that brings nothing for this long, not even the answer to a ping, is away, though its connection stands: it
-hangs. Shorter than any silence for which a part takes another for dead."""
 JETSTREAM_TIMEOUT_S = 5.0
 JETSTREAM_READY_WITHIN_S = 15.0
 """JetStream comes up some time after the server takes connections."""
@@ -96,27 +93,6 @@ class _Sub:
                 nats.errors.BadSubscriptionError,
             ):
                 return  # nothing left to drain
-
-
-class Silence:
-    """How long the server has brought nothing, as far as we could have heard it; judged every PROBE_S."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    def judge(self, lasted_s: float, *, quiet: bool) -> Literal["", "ask", "mute"]:
-        """What to do after an interval that `lasted_s`, in which nothing was read if it was `quiet`."""
-        if not quiet:
-            self._seconds = 0.0
-            return ""
-        if lasted_s > 2 * PROBE_S:
-            return ""  # it was us who stood still: what the server said waits to be read, and is heard in the next one
-        asked = self._seconds > 0
-        self._seconds += PROBE_S
-        if self._seconds >= MUTE_S:
-            self._seconds = 0.0
-            return "mute"
-        return "" if asked else "ask"
 
 
 class NatsBus:
@@ -319,52 +295,14 @@ class NatsBus:
     # --- below: the connection's life
 
     async def _open(self, timeout_s: float) -> Any:
-        """A connected client. Raises BusError when the time is up, or at once when the user is refused."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + timeout_s
-        while True:
-            got = await self._attempt(until - loop.time())
-            if not isinstance(got, Exception):
-                return got
-            if _refused(got) or loop.time() >= until:
-                url = self._options["servers"]
-                raise BusError(f"cannot connect to the message bus at {url}: {got or repr(got)}") from got
-            await asyncio.sleep(self._options["reconnect_time_wait"])
+        return await open_client(self._options, timeout_s, hooks=self._hooks, reports=self._reports)
 
-    async def _attempt(self, timeout_s: float) -> Any:
-        """A connected client, or what kept it from connecting."""
-        client = MendedClient()
-        refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        errors: list[Exception] = [TimeoutError("no answer in time")]
-
-        async def on_error(e: Exception) -> None:
-            if client is self._client:
-                self._async_error(e)
-                return
-            errors.append(e)
-            if _refused(e) and not refused.done():
-                refused.set_result(None)
-
-        connecting = asyncio.ensure_future(client.connect(**self._options, error_cb=on_error, **self._hooks(client)))
-        try:
-            await asyncio.wait({connecting, refused}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if connecting.done():
-                connecting.result()
-                return client
-        except (nats.errors.Error, OSError) as e:
-            errors.append(e)
-        finally:
-            refused.cancel()
-            while not connecting.done():
-                # More than once: before Python 3.12 `wait_for`, inside nats-py, may lose a cancellation to a refused
-                # connection, and the client would go on trying for ever.
-                connecting.cancel()
-                await asyncio.wait({connecting}, timeout=0.1)
-            if not connecting.cancelled():
-                connecting.exception()
-        with contextlib.suppress(nats.errors.Error, OSError):
-            await client.close()
-        return next((e for e in errors if _refused(e)), errors[-1])
+    def _reports(self, client: Any, error: Exception) -> bool:
+        """Whether an error of `client` has been reported: it is the current one."""
+        if client is not self._client:
+            return False
+        self._async_error(error)
+        return True
 
     def _hooks(self, client: Any) -> dict[str, Any]:
         """The callbacks of a client's life; they count for the current client only."""
@@ -507,8 +445,3 @@ class NatsBus:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _refused(error: Exception) -> bool:
-    """Whether the server refused the user: nats-py has an exception for it, and also says so in a plain one."""
-    return isinstance(error, nats.errors.Error) and "authorization" in str(error).lower()

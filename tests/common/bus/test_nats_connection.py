@@ -168,18 +168,19 @@ async def test_a_half_open_connection_is_given_up_for_a_new_one(
     monkeypatch.setattr(nats_bus, "PING_S", 0.1)
     port = int(nats_server.url.rpartition(":")[2])
     swallows: list[asyncio.Event] = []
+    writers: list[asyncio.StreamWriter] = []
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lost: asyncio.Event) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 16):
                 if not lost.is_set():
                     writer.write(data)
-        writer.close()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         lost = asyncio.Event()
         swallows.append(lost)
         there, back = await asyncio.open_connection("127.0.0.1", port)
+        writers.extend((writer, back))
         await asyncio.gather(carry(reader, back, lost), carry(there, writer, lost))
 
     proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
@@ -195,6 +196,10 @@ async def test_a_half_open_connection_is_given_up_for_a_new_one(
     await inbox.wait(1)
     await bus.close()
     proxy.close()
+    for writer in writers:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 async def test_close_while_the_server_is_away_returns(nats_server: NatsServer, bus: NatsBus):

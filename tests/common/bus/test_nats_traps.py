@@ -16,12 +16,11 @@ from nats.aio.client import Client
 from nats.js.kv import KeyValue
 
 from talaria_common import subjects
-from talaria_common.bus import Bus, KvEntry, Message, NatsBus
-from talaria_common.bus import nats as nats_bus
+from talaria_common.bus import Bus, KvEntry, Message, NatsBus, _nats_silence
 from talaria_common.bus._nats_client import READ_BUFFER_BYTES, MendedClient
 from talaria_common.bus._nats_kv import _mend_start
+from talaria_common.bus._nats_silence import MUTE_S, PROBE_S, Silence
 from talaria_common.bus.names import overlaps
-from talaria_common.bus.nats import MUTE_S, PROBE_S, Silence
 from talaria_common.bus.server_conf import ServerConf
 from tests.support.nats_server import NatsServer
 from tests.support.waiting import Inbox, until
@@ -314,11 +313,13 @@ def test_a_sound_ends_the_silence_even_in_a_late_interval():
 
 
 async def test_a_quiet_server_is_not_away(nats_url: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(nats_bus, "MUTE_S", 3.0)  # a busy machine's server may need more than a second for an answer
+    monkeypatch.setattr(
+        _nats_silence, "MUTE_S", 3.0
+    )  # a busy machine's server may need more than a second for an answer
     bus = await NatsBus.connect(nats_url)
     told: list[bool] = []
     bus.on_connection(told.append)
-    await asyncio.sleep(2 * nats_bus.MUTE_S)  # nothing is said in all this time but pings and pongs
+    await asyncio.sleep(2 * _nats_silence.MUTE_S)  # nothing is said in all this time but pings and pongs
     assert told == []
     await bus.close()
 
