@@ -15,7 +15,7 @@ is gone goes first.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -229,8 +229,43 @@ class Registry:
 
     # --- room for something else than blocks
 
+    def has_room(self, wanted: Iterable[tuple[int, int]]) -> bool:
+        """Whether private cells could be had together, by (size, how many), if every block goes that may."""
+        cells: dict[int, int] = {}
+        for size, count in wanted:
+            if count and not self._pool.cells_per_slab(size):
+                return False
+            cells[size] = cells.get(size, 0) + count
+        fixed: dict[int, set[int]] = {}
+        for cell in self._staying():
+            cells[cell.size] = cells.get(cell.size, 0) + 1
+            if self._is_fixed(cell):
+                fixed.setdefault(cell.size, set()).add(cell.offset // self._pool.slab_bytes)
+        slabs = (
+            max(-(-count // self._pool.cells_per_slab(size)), len(fixed.get(size, ())))
+            for size, count in cells.items()
+            if count
+        )
+        return sum(slabs) <= self._pool.slabs
+
+    def _staying(self) -> Iterator[Cell]:
+        """Cells that no eviction frees: private ones, pinned blocks, and what those follow."""
+        yield from self._private
+        seen: set[int] = set()
+        for block in self._by_cell.values():
+            at: Block | None = block if block.pins else None
+            while at is not None and id(at) not in seen:
+                seen.add(id(at))
+                yield at.cell
+                at = at.parent
+
     def take_private(self, size: int, count: int) -> list[Cell] | None:
-        """`count` cells that are nobody's block, evicting blocks for them; None, with nothing taken: no room."""
+        """`count` cells that are nobody's block, evicting blocks for them; None, with nothing taken: no room.
+
+        Where there cannot be enough, nothing is evicted either.
+        """
+        if not self.has_room([(size, count)]):
+            return None
         cells: list[Cell] = []
         while len(cells) < count:
             cell = self._room(size)

@@ -307,8 +307,13 @@ class HostKv:
 
     # --- rows of a model that is switched out while it runs
 
+    def has_room(self, wanted: Sequence[tuple[DeviceKv, torch.Tensor]]) -> bool:
+        """Whether all these rows could be parked together, if everything goes that may."""
+        cells = [(kv.descriptor.block_bytes, -(-len(rows) // kv.descriptor.block_tokens)) for kv, rows in wanted]
+        return self.registry.has_room(cells)
+
     def park(self, kv: DeviceKv, rows: torch.Tensor) -> Parked | None:
-        """Copy exactly these rows out, and wait; None: no room even after evicting all that may go.
+        """Copy exactly these rows out, and wait; None, with nothing kept: no room, or the copy failed.
 
         Args:
             kv: the model's.
@@ -329,13 +334,14 @@ class HostKv:
         self._count("d2h", transfer)
         if transfer.error is not None:
             self.registry.give_private(cells)
-            raise transfer.error
+            self.registry.counts.failed += 1
+            return None
         return Parked(kv, pieces, tuple(checksums))
 
     def unpark(self, parked: Parked) -> bool:
-        """Copy the rows back to where they were, and wait; False: they were damaged meanwhile, and hold anything.
+        """Copy the rows back to where they were, and wait; False: damaged, or not copied, and they hold anything.
 
-        Either way the room is given back.
+        On all ranks alike. Either way the room is given back.
         """
         intact: list[bool] = []
 
@@ -348,10 +354,10 @@ class HostKv:
         transfer.wait()
         self._count("h2d", transfer)
         self.forget(parked)
-        if transfer.error is not None:
-            raise transfer.error
-        whole = bool(self._ranks.least([int(intact[0])])[0])
-        self.registry.counts.corrupt += not whole
+        failed = transfer.error is not None
+        whole = bool(self._ranks.least([int(not failed and intact[0])])[0])
+        self.registry.counts.failed += failed
+        self.registry.counts.corrupt += not whole and not failed
         return whole
 
     def forget(self, parked: Parked) -> None:

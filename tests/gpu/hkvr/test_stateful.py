@@ -137,10 +137,13 @@ class Life(RuleBasedStateMachine):
         self.open()
         rows = device.take(count, scattered)
         device.compute(range(count), rows)
+        evicted, room = self.store.registry.counts.evicted, self.store.has_room([(device.kv, rows)])
         parked = self.store.park(device.kv, rows)
+        assert (parked is not None) == room
         for segment in device.kv.segments:
             segment[rows] = 0xFF
         if parked is None:
+            assert self.store.registry.counts.evicted == evicted
             device.give(rows)
         else:
             self.parked.append((parked, device, rows))

@@ -194,9 +194,34 @@ def test_no_room_to_park(make):
     store, device = make(4 * MHA.block_bytes, slab_bytes=MHA.block_bytes), FakeDevice(MHA)
     saved(store, device, list(range(16)))
     assert store.park(device.kv, device.take(17)) is None
+    assert store.registry.counts.evicted == 0
     parked = store.park(device.kv, device.take(16))
     assert store.registry.counts.evicted == 4
     store.forget(parked)
+
+
+def broken(*_arguments, **_options):
+    raise OSError("the link is down")
+
+
+def test_a_park_that_fails_keeps_nothing(make, monkeypatch):
+    store, device = make(), FakeDevice(MHA)
+    with monkeypatch.context() as patch:
+        patch.setattr(store._outward, "out", broken)
+        assert store.park(device.kv, device.take(6)) is None
+    assert store.stats().taken_bytes == 0
+    assert store.stats().counts.failed == 1
+    store.forget(store.park(device.kv, device.take(6)))
+
+
+def test_an_unpark_that_fails_is_as_if_the_rows_were_damaged(make, monkeypatch):
+    store, device = make(), FakeDevice(MHA)
+    parked = store.park(device.kv, device.take(6))
+    with monkeypatch.context() as patch:
+        patch.setattr(store._inward, "back", broken)
+        assert not store.unpark(parked)
+    assert store.stats().taken_bytes == 0
+    assert (store.stats().counts.failed, store.stats().counts.corrupt) == (1, 0)
 
 
 def test_emulated_bandwidth_is_kept_to(make):

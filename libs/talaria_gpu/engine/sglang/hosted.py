@@ -87,11 +87,10 @@ class HostedModel(PlainModel):
     def __init__(self, store: HostKv, pools: Pools, scheduler: SlotScheduler, *, suspends: bool, ranks: Ranks) -> None:
         super().__init__(scheduler)
         tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
-        slots = scheduler.state_slots
         self._store, self._pools, self._suspends = store, pools, suspends
         self._saver = Saver(store, pools, tree, SPARE_STATES)
         self._restorer = Restorer(store, pools, self._saver, scheduler, ranks)
-        self._suspension = Suspension(store, pools, tree, allocator, slots)
+        self._suspension = Suspension(store, pools, tree, allocator, slots=scheduler.state_slots, ranks=ranks)
         self._restored_tokens, self._restore_ms = 0, 0.0
         tree.on_checkpoint = self._saver.checkpoint
 

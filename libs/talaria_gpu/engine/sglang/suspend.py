@@ -6,13 +6,16 @@ tree and allocators are not touched in between, so that the next step is a decod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from talaria_gpu.engine.sglang.identity import Pools
 from talaria_gpu.engine.sglang.tree import evict_all
+from talaria_gpu.hkvr.agreement import Ranks
 from talaria_gpu.hkvr.store import HostKv, Parked
+from talaria_gpu.hkvr.transfer import DeviceKv
 
 
 class Suspension:
@@ -24,10 +27,13 @@ class Suspension:
         tree: its prefix tree.
         allocator: of its KV rows.
         slots: the allocator of a hybrid's recurrent states.
+        ranks: all of the model's.
     """
 
-    def __init__(self, store: HostKv, pools: Pools, tree: Any, allocator: Any, slots: Any | None) -> None:
-        self._store, self._pools = store, pools
+    def __init__(
+        self, store: HostKv, pools: Pools, tree: Any, allocator: Any, *, slots: Any | None, ranks: Ranks
+    ) -> None:
+        self._store, self._pools, self._ranks = store, pools, ranks
         self._tree, self._allocator, self._slots = tree, allocator, slots
         self._parked: list[Parked] = []
 
@@ -37,7 +43,7 @@ class Suspension:
         return bool(self._parked)
 
     def suspend(self) -> bool:
-        """Copy out every row that a request holds. False: the pool has no room for them, and nothing is kept.
+        """Copy out every row that a request holds. False, and nothing is kept: on some rank that was not possible.
 
         Cached prefixes that nobody holds go first: the registry has them.
         """
@@ -45,10 +51,17 @@ class Suspension:
         wanted = [(self._pools.kv, self._used_rows())]
         if self._slots is not None:
             wanted += [(part, self._used_slots(self._slots)) for part in self._pools.states]
+        if self._ranks.least([int(self._park(wanted))])[0]:
+            return True
+        self._give_back()
+        return False
+
+    def _park(self, wanted: Sequence[tuple[DeviceKv, torch.Tensor]]) -> bool:
+        if not self._store.has_room(wanted):  # else parking some of it would evict prefixes for nothing
+            return False
         for kv, rows in wanted:
             parked = self._store.park(kv, rows)
             if parked is None:
-                self._give_back()
                 return False
             self._parked.append(parked)
         return True

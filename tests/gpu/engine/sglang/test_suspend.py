@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from talaria_gpu.hkvr.agreement import Alone
 from talaria_gpu.models.reference import assert_greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -146,6 +147,61 @@ def test_damaged_rows_are_computed_again(engine, driver, model, references, new_
     out = driver.outputs[rid]
     assert out.last.recomputed_tokens > 0
     assert_greedy(references[model], out.prompt, out.ids)
+
+
+def broken(*_arguments, **_options):
+    raise OSError("the link is down")
+
+
+def test_rows_that_cannot_be_copied_out_are_computed_again(engine, driver, references, new_prompt, monkeypatch):
+    engine.switch(QWEN3)
+    rid = driver.submit(QWEN3, new_prompt(50), 12)
+    for _ in range(3):
+        driver.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._host_kv._outward, "out", broken)
+        timing = engine.switch(MLA)
+    assert (timing.suspended, timing.retracted) == (0, 1)
+    engine.switch(QWEN3)
+    driver.drain(QWEN3)
+    assert_greedy(references[QWEN3], driver.outputs[rid].prompt, driver.outputs[rid].ids)
+
+
+def test_rows_that_cannot_be_copied_back_are_computed_again(engine, driver, references, new_prompt, monkeypatch):
+    engine.switch(QWEN3)
+    rid = driver.submit(QWEN3, new_prompt(50), 12)
+    for _ in range(3):
+        driver.step()
+    engine.switch(MLA)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._host_kv._inward, "back", broken)
+        engine.switch(QWEN3)
+    assert engine.waiting(QWEN3) == [rid]
+    driver.drain(QWEN3)
+    assert driver.outputs[rid].last.recomputed_tokens > 0
+    assert_greedy(references[QWEN3], driver.outputs[rid].prompt, driver.outputs[rid].ids)
+
+
+class AnotherFailed(Alone):
+    """The other rank's answer to everything is no."""
+
+    def least(self, values):
+        return [0] * len(values)
+
+
+def test_what_another_rank_could_not_suspend_this_one_does_not_keep(engine, driver, new_prompt, monkeypatch):
+    engine.switch(QWEN3)
+    driver.submit(QWEN3, new_prompt(50), 12)
+    for _ in range(3):
+        driver.step()
+    suspension = engine._models[QWEN3].residence._suspension
+    with monkeypatch.context() as patch:
+        patch.setattr(suspension, "_ranks", AnotherFailed())
+        timing = engine.switch(MLA)
+    assert (timing.suspended, timing.retracted) == (0, 1)
+    assert not suspension.active
+    engine.switch(QWEN3)
+    driver.drain(QWEN3)
 
 
 def test_no_room_retracts(make_engine, driver_for, references, new_prompt):
