@@ -16,7 +16,7 @@ from talaria_api import errors, protocol
 from talaria_api.errors import body as error_body
 from talaria_api.intake import HEADROOM_BYTES
 from talaria_common.errors import OverloadedError
-from tests.api.doubles import Connect, Edge, answers, edge, place, refuse, settings
+from tests.api.doubles import QUICK, Connect, Edge, answers, edge, place, refuse, settings
 
 CHAT = "/v1/chat/completions"
 GOOD = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
@@ -138,7 +138,7 @@ async def test_no_instance(served: Edge) -> None:
 
 
 async def test_router_away(connect: Connect) -> None:
-    config = settings(api={"route_give_up_s": 0.8})
+    config = settings(api=QUICK | {"route_give_up_s": 2.0})
     async with edge(connect, answers, config=config) as e:
         e.router.decide = lambda _: None
         response = await e.chat()
@@ -150,7 +150,7 @@ async def test_router_away(connect: Connect) -> None:
 async def test_deadline_of_the_caller(served: Edge) -> None:
     served.router.decide = lambda r: place(r, "i-9")  # an instance that is not there
     served.router.came.clear()
-    response = await served.chat({"X-Talaria-Timeout-S": "0.2"})
+    response = await served.chat({"X-Talaria-Timeout-S": "2"})
     assert response.status_code in (503, 504)
     assert served.router.asked[0].deadline_ms > 0
 
