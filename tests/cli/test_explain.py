@@ -44,41 +44,41 @@ async def mesh(nats_url: str, tmp_path: Path) -> AsyncIterator[Mesh]:
 async def test_a_call_is_explained_and_its_session_listed(mesh: Mesh):
     bus = await NatsBus.connect(mesh.url, name="more")
     a, b = await Instance(bus, "a").start(), await Instance(bus, "b").start()
-    await Telemetry(bus).view(a.snapshot(), b.snapshot())
-    api = Api(bus)
-    first = await api.place("s1")
-    here = a if first.iid == "a" else b
-    await here.complete(first, "s1")
-    bucket = await bus.kv(subjects.KV_SESSIONS)
-    async with asyncio.timeout(10):
-        while not await bucket.keys():
-            await asyncio.sleep(0.02)
-    speaking = asyncio.ensure_future(_speak(here))
-    try:
-        listed = await mesh.talaria("sessions", "--json")
-    finally:
-        speaking.cancel()
-    (session,) = json.loads(listed.stdout)
-    assert session["iid"] == first.iid
-    assert (session["kv"], session["kv_tokens"], session["calls"]) == ("device", 2000, 1)
-    assert 0 < session["lease_ms"] <= 30_000
+    async with Telemetry(bus).viewing(a, b):
+        api = Api(bus)
+        first = await api.place("s1")
+        here = a if first.iid == "a" else b
+        await here.complete(first, "s1")
+        bucket = await bus.kv(subjects.KV_SESSIONS)
+        async with asyncio.timeout(10):
+            while not await bucket.keys():
+                await asyncio.sleep(0.02)
+        speaking = asyncio.ensure_future(_speak(here))
+        try:
+            listed = await mesh.talaria("sessions", "--json")
+        finally:
+            speaking.cancel()
+        (session,) = json.loads(listed.stdout)
+        assert session["iid"] == first.iid
+        assert (session["kv"], session["kv_tokens"], session["calls"]) == ("device", 2000, 1)
+        assert 0 < session["lease_ms"] <= 30_000
 
-    second = await api.place("s1")
-    assert second.via == "lease"
-    await bus.flush()
-    cold = await mesh.talaria("explain", first.fence.rid[:10])
-    assert cold.exit_code == 0, cold.output
-    assert f"call {first.fence.rid}: model m, tenant t, session s1" in cold.stdout
-    assert f"placed on {first.iid} by cost" in cold.stdout
-    assert "the session held no lease" in cold.stdout
-    assert "lease on" in cold.stdout
-    assert "2000 tokens kept" in cold.stdout
-    rows = [line.split() for line in cold.stdout.splitlines()]
-    assert any(row[:2] == ["*", first.iid] for row in rows)
-    warm = await mesh.talaria("explain", second.fence.rid)
-    assert "honoured" in warm.stdout
-    told = json.loads((await mesh.talaria("explain", second.fence.rid, "--json")).stdout)
-    assert {e["kind"] for e in told} == {"route"}
+        second = await api.place("s1")
+        assert second.via == "lease"
+        await bus.flush()
+        cold = await mesh.talaria("explain", first.fence.rid[:10])
+        assert cold.exit_code == 0, cold.output
+        assert f"call {first.fence.rid}: model m, tenant t, session s1" in cold.stdout
+        assert f"placed on {first.iid} by cost" in cold.stdout
+        assert "the session held no lease" in cold.stdout
+        assert "lease on" in cold.stdout
+        assert "2000 tokens kept" in cold.stdout
+        rows = [line.split() for line in cold.stdout.splitlines()]
+        assert any(row[:2] == ["*", first.iid] for row in rows)
+        warm = await mesh.talaria("explain", second.fence.rid)
+        assert "honoured" in warm.stdout
+        told = json.loads((await mesh.talaria("explain", second.fence.rid, "--json")).stdout)
+        assert {e["kind"] for e in told} == {"route"}
     await bus.close()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 from talaria_common import subjects
@@ -103,6 +105,22 @@ class Telemetry:
         views = tuple(InstanceView(snapshot=s, age_ms=0, health="ok") for s in snapshots)
         view = ClusterView(telemetry="t0", epoch=self.epoch, version=self.version, at_ms=0, full=full, instances=views)
         await self.bus.publish(subjects.CLUSTER, encode(view))
+
+    @contextlib.asynccontextmanager
+    async def viewing(self, *instances: Instance) -> AsyncIterator[None]:
+        """What `instances` say, again and again: a view that is not renewed is stale after three heartbeats."""
+
+        async def go_on() -> None:
+            while True:
+                await asyncio.sleep(0.1)
+                await self.view(*(i.snapshot() for i in instances))
+
+        await self.view(*(i.snapshot() for i in instances))
+        task = asyncio.ensure_future(go_on())
+        try:
+            yield
+        finally:
+            task.cancel()
 
 
 class Api:

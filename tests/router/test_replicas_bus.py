@@ -15,13 +15,13 @@ from tests.support.waiting import until
 
 
 class Cold(Instance):
-    """Its model is cold until it is told to open it, unless it refuses."""
+    """Its model is cold until it is told to open it, unless it refuses; then it `opens` as host or is loading."""
 
-    def __init__(self, bus: Bus, iid: str, *, refuses: bool = False) -> None:
+    def __init__(self, bus: Bus, iid: str, *, refuses: bool = False, opens: str = "host") -> None:
         super().__init__(bus, iid)
         self.state: Any = "cold"
         self.told: list[str] = []
-        self._refuses = refuses
+        self._refuses, self._opens = refuses, opens
 
     async def start(self) -> Cold:
         await super().start()
@@ -32,7 +32,7 @@ class Cold(Instance):
         self.told.append(decode(message.data, ControlRequest).model or "")
         error = ErrorInfo(code="unavailable", message="no room") if self._refuses else None
         if not self._refuses:
-            self.state = "host"
+            self.state = self._opens
         reply = ControlReply(ok=error is None, iid=self.iid, epoch=self.epoch, status="ready", error=error)
         self.answering = asyncio.ensure_future(self.bus.respond(message, encode(reply)))
 
@@ -46,13 +46,9 @@ async def test_opened_on_demand_by_the_first_that_does_not_refuse(bus: Bus):
     shell = await router(bus, config())
     try:
         a, b = await Cold(bus, "a", refuses=True).start(), await Cold(bus, "b").start()
-        telemetry = Telemetry(bus)
         await until(lambda: len(shell.core.state.owned) == 256)
-        await telemetry.view(a.snapshot(), b.snapshot())
-        asking = asyncio.ensure_future(Api(bus).place("s"))
-        await until(lambda: b.state == "host")
-        await telemetry.view(a.snapshot(), b.snapshot())
-        assert (await asking).iid == "b"
+        async with Telemetry(bus).viewing(a, b):
+            assert (await Api(bus).place("s")).iid == "b"
         assert (a.told, b.told) == ([M], [M])
     finally:
         await shell.close()
@@ -61,11 +57,11 @@ async def test_opened_on_demand_by_the_first_that_does_not_refuse(bus: Bus):
 async def test_who_waits_is_told_so(bus: Bus):
     shell = await router(bus, config())
     try:
-        a = await Cold(bus, "a").start()
+        a = await Cold(bus, "a", opens="loading").start()
         await until(lambda: len(shell.core.state.owned) == 256)
-        await Telemetry(bus).view(a.snapshot())
-        request = Api(bus).request("s", may_wait=True)
-        answer = await bus.request(subjects.route(partition_of("t", "s", M)), encode(request), timeout_s=5)
+        async with Telemetry(bus).viewing(a):
+            request = Api(bus).request("s", may_wait=True)
+            answer = await bus.request(subjects.route(partition_of("t", "s", M)), encode(request), timeout_s=5)
         reply = decode(answer.data, RouteReply)
         assert reply.queued is not None
         assert reply.queued.waiting == 1
