@@ -1,7 +1,8 @@
 """The slot driver: carries out what the slot scheduler decides on one engine, and measures it.
 
 `submit`, `abort` and `turn` return what the I/O process has to be told. One `turn` is at most one step or one switch. A
-refusal of one call is a report; any other exception out of the engine leaves the driver and is the end of the process.
+refusal of one call, or of a model to be opened, is a report; any other exception out of the engine (a lost rank, too)
+leaves the driver and is the end of the process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from talaria_gpu.engine.contract import (
     SwitchTiming,
 )
 from talaria_gpu.engine.ipc import Closed, Opened, Refused, Report, SlotEnded, Status, Stepped, Switched
+from talaria_gpu.hkvr.agreement import RankLostError
 from talaria_gpu.sched import messages as ask
 from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.sched.demand import Capacity
@@ -106,6 +108,8 @@ class SlotDriver:
             if call.deadline and call.deadline <= now:
                 raise DeadlineError("the call's deadline passed before it reached the engine")
             self._engine.submit(call)
+        except RankLostError:
+            raise
         except TalariaError as e:
             return [Refused(rid=call.rid, error=e.info())]
         self._pause_until = 0.0  # a new call may be one that can run
@@ -149,6 +153,8 @@ class SlotDriver:
             self._poll_at = self._clock.now() + _OPENING_POLL_S
             if not self._engine.open_model(model):
                 return []
+        except RankLostError:
+            raise
         except TalariaError as e:
             del self._opening[model]
             return [Closed(model=model, error=str(e))]

@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from talaria_common.errors import EngineError
+
+
+class RankLostError(EngineError):
+    """A rank has gone or hangs: the engine must not be used any more."""
+
 
 class Ranks(Protocol):
     """The ranks of one engine. Every method is called by all of them, in the same order, and waits for the last.
 
-    Raises EngineError where a rank has gone.
+    Raises RankLostError where one has gone.
     """
 
     rank: int

@@ -10,14 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from talaria_common.errors import EngineError
+from talaria_gpu.hkvr.agreement import RankLostError
 
 TIMEOUT_S = 300.0
 """For one agreement: a rank may have to wait for its disk; one that has not come by then hangs."""
-
-
-class RankLostError(EngineError):
-    """A rank has gone or hangs: the engine must not be used any more."""
 
 
 class GlooRanks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -30,7 +31,7 @@ from talaria_gpu.engine.sglang.calls import Call
 from talaria_gpu.engine.sglang.opening import OpenModel
 from talaria_gpu.engine.sglang.spec import HostKvOptions, MemoryOptions, ModelSpec
 from talaria_gpu.engine.sglang.switching import Switcher
-from talaria_gpu.hkvr.agreement import Alone, Ranks
+from talaria_gpu.hkvr.agreement import Alone, RankLostError, Ranks
 from talaria_gpu.hkvr.store import HostKv, Stats
 from talaria_gpu.staging.stager import Stager
 from talaria_gpu.weights import checkpoint
@@ -121,7 +122,11 @@ class SglangEngine:
                 self._open(name)
 
     def _open(self, name: str) -> None:
-        """Build a model; the buffer holds its weights afterwards, and nothing is active meanwhile."""
+        """Build a model; the buffer holds its weights afterwards, and nothing is active meanwhile.
+
+        Raises:
+            EngineError: it could not be built; nothing of it is left.
+        """
         started = time.perf_counter()
         images: list[torch.Tensor] = []
 
@@ -129,17 +134,31 @@ class SglangEngine:
             images.append(self._switcher.store.make(name, size))
             return images[0]
 
-        opened = opening.open_model(name, self._specs[name], self._buffer, make_image=make_image, **self._options)
+        try:
+            opened = opening.open_model(name, self._specs[name], self._buffer, make_image=make_image, **self._options)
+            if self._has_canary:
+                opened.golden = canary.first_tokens(opened)
+            opened.unbound.leave()
+        except Exception as e:
+            for image in images:
+                self._switcher.store.put(name, image)
+                self._switcher.store.drop(name)  # page-locked memory does not go by itself
+            traceback.clear_frames(e.__traceback__)  # they hold what was built
+            _collect()
+            if isinstance(e, EngineError) or not self._is_of_the_model(e):
+                raise
+            raise EngineError(f"{name} could not be built: {type(e).__name__}: {e}") from e
         self._switcher.store.put(name, images[0])
-        if self._has_canary:
-            opened.golden = canary.first_tokens(opened)
-        opened.unbound.leave()
         self._models[name] = opened
         self._progress(
             f"{name}: {opened.region.weight_bytes / 1e6:.0f} MB weights, "
             f"{opened.info.kv_capacity_tokens} KV tokens of {opened.info.kv_bytes_per_token} B, "
             f"opened in {time.perf_counter() - started:.1f} s"
         )
+
+    def _is_of_the_model(self, error: Exception) -> bool:
+        """Whether SGLang refused a model, by whatever error; with several ranks one of them may have gone instead."""
+        return self._ranks.size == 1 or not isinstance(error, RuntimeError)
 
     # --- what is open
 
@@ -358,10 +377,11 @@ class SglangEngine:
         if not self._ranks.least([int(reading.done())])[0]:
             return False
         del self._reading[model]
-        damaged = reading.exception() is not None
-        if not self._ranks.least([int(not damaged)])[0] and not damaged:
+        problem = reading.exception()
+        if not self._ranks.least([int(problem is None)])[0] and problem is None:
             raise EngineError(f"another rank cannot read the files of {model}")
-        reading.result()
+        if problem is not None:
+            raise EngineError(f"the files of {model} cannot be read: {problem}") from problem
         with self._vacated():
             self._open(model)
         return True
@@ -380,13 +400,16 @@ class SglangEngine:
         self._switcher.store.drop(model)
         opened.region.release()
         del opened
-        gc.unfreeze()  # what was built at start is frozen, and a scheduler is full of cycles
-        gc.collect()
-        gc.freeze()
+        _collect()
 
     @contextmanager
     def _vacated(self) -> Iterator[None]:
-        """Inside, no model is active and the buffer may be overwritten; the active one comes back afterwards."""
+        """Inside, no model is active and the buffer may be overwritten; the active one comes back afterwards.
+
+        Raises:
+            RuntimeError: it could not come back: the engine must not be used any more. Not an EngineError, which would
+                be taken for the reason why some model was not opened.
+        """
         active = None if self._active is None else self._models[self._active]
         self._switcher.cancel()
         self._active = None
@@ -394,10 +417,23 @@ class SglangEngine:
             self._leave(active)
         try:
             yield
-        finally:
-            if active is not None:
-                self._switcher.switch(None, active, self._leave, self._enter)
-                self._active = active.info.name
+        except RankLostError:
+            raise
+        except EngineError:
+            self._come_back(active)
+            raise
+        self._come_back(active)
+
+    def _come_back(self, active: OpenModel | None) -> None:
+        if active is None:
+            return
+        try:
+            self._switcher.switch(None, active, self._leave, self._enter)
+        except RankLostError:
+            raise
+        except EngineError as e:
+            raise RuntimeError(f"{active.info.name} did not come back after another model was opened: {e}") from e
+        self._active = active.info.name
 
     # --- state
 
@@ -465,11 +501,18 @@ def _inside(model: OpenModel) -> AbstractContextManager[None]:
     return model.inside()
 
 
+def _collect() -> None:
+    """Free a model's scheduler: what was built at start is frozen, and it is full of cycles."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 def _damage(spec: ModelSpec) -> str:
     """What is wrong with the model's files; "" if nothing is."""
     try:
         checkpoint.check(spec.path)
-    except EngineError as e:
+    except (EngineError, OSError) as e:
         return str(e)
     return ""
 

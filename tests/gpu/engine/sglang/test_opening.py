@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 
 from talaria_common.errors import EngineError
 from talaria_common.settings import parse
+from talaria_gpu.engine.contract import SwitchFailedError
+from talaria_gpu.models.reference import assert_greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 QWEN3, MLA = "tiny-qwen3-random", "tiny-mla-random"
@@ -138,6 +141,105 @@ def test_another_sglang_is_refused(monkeypatch):
     monkeypatch.setattr(environment, "SGLANG_VERSION", "0.0.1")
     with pytest.raises(EngineError, match=r"knows 0\.0\.1 only"):
         environment.prepare("cpu")
+
+
+def opened(engine, model):
+    """Ask until it is open."""
+    for _ in range(1000):
+        if engine.open_model(model):
+            return
+        if (reading := engine._reading.get(model)) is not None:
+            reading.exception()  # which waits
+    raise AssertionError("it was not opened")
+
+
+@pytest.fixture
+def decoding(small, driver_for, new_prompt):
+    """One model serves a call, the other is closed."""
+    small.switch(MLA)
+    if QWEN3 in small.models():
+        small.close_model(QWEN3)
+    driver = driver_for(small)
+    driver.submit(MLA, new_prompt(20), 12)
+    for _ in range(3):
+        driver.step()
+    return driver
+
+
+@pytest.mark.parametrize("error", [KeyError("rope"), ValueError("no such layer"), RuntimeError("out of memory")])
+def test_a_model_that_sglang_does_not_take_is_refused(  # noqa: PLR0917 - fixtures
+    small, decoding, references, new_prompt, monkeypatch, error
+):
+    """What serves goes on, nothing of the refused one is left, and the next try may succeed."""
+    from talaria_gpu.engine.sglang import checks
+
+    images = small._switcher.store.host_bytes
+
+    def refuse(*_arguments):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "check_inside", refuse)
+        with pytest.raises(EngineError, match=str(error.args[0])):
+            opened(small, QWEN3)
+    assert (small.active, list(small.models())) == (MLA, [MLA])
+    assert small._switcher.store.host_bytes == images
+    decoding.drain(MLA)
+    opened(small, QWEN3)
+    decoding.run(QWEN3, new_prompt(20), 4)
+    for out in decoding.outputs.values():
+        assert_greedy(references[out.model], out.prompt, out.ids)
+
+
+@pytest.fixture
+def refused_files(small, decoding, monkeypatch, tmp_path):
+    """Opens the closed model from a changed copy of its files, and says why that was refused; then it is opened."""
+    from talaria_gpu.engine.sglang import ModelSpec
+
+    known = small._specs[QWEN3].path
+    for file in known.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+
+    def refusal() -> str:
+        with monkeypatch.context() as patch:
+            patch.setitem(small._specs, QWEN3, ModelSpec(path=tmp_path, dtype="float32", context_tokens=512))
+            with pytest.raises(EngineError) as caught:
+                opened(small, QWEN3)
+        decoding.drain(MLA)
+        opened(small, QWEN3)
+        return str(caught.value)
+
+    return tmp_path, refusal
+
+
+def test_an_architecture_that_sglang_does_not_know_is_refused(refused_files):
+    directory, refusal = refused_files
+    config = json.loads((directory / "config.json").read_text()) | {"architectures": ["NobodyForCausalLM"]}
+    (directory / "config.json").unlink()
+    (directory / "config.json").write_text(json.dumps(config))
+    assert "NobodyForCausalLM" in refusal()
+
+
+def test_a_file_that_cannot_be_read_is_refused(refused_files):
+    directory, refusal = refused_files
+    (directory / "more.safetensors").symlink_to(directory / "gone")
+    assert "more.safetensors" in refusal()
+
+
+def test_a_failed_way_back_is_no_refusal(small, decoding, monkeypatch):
+    """Whoever takes it for the reason why a model was not opened would step an engine without a model."""
+
+    def fails(_source, target, *_hooks):
+        raise SwitchFailedError(target.info.name, None, "the link is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(small._switcher, "switch", fails)
+        with pytest.raises(RuntimeError, match=r"did not come back.*the link is down"):
+            opened(small, QWEN3)
+    assert small.active is None
+    small.switch(MLA)
+    decoding.drain(MLA)
+    assert [out.finished for out in decoding.outputs.values()] == ["length"]
 
 
 def test_a_moved_address_is_noticed_and_the_engine_stops(small):

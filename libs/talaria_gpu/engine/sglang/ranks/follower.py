@@ -38,7 +38,7 @@ def build(join: Join, control: Connection) -> Any:
 
 def obey(engine: Any, order: Order) -> Outcome:
     """Carry one order out. Raises whatever ends this rank."""
-    from talaria_gpu.hkvr.gloo import RankLostError
+    from talaria_gpu.hkvr.agreement import RankLostError
 
     try:
         value = getattr(engine, order.method)(*order.arguments)

@@ -29,7 +29,8 @@ from talaria_gpu.engine.contract import (
 )
 from talaria_gpu.engine.sglang.engine import SglangEngine
 from talaria_gpu.engine.sglang.ranks.control import Join, Order, Outcome, digest, refusal_of
-from talaria_gpu.hkvr.gloo import GlooRanks, RankLostError
+from talaria_gpu.hkvr.agreement import RankLostError
+from talaria_gpu.hkvr.gloo import GlooRanks
 
 _DEATH_S = 5.0
 """How long to look for the rank whose death a failed collective tells of."""
