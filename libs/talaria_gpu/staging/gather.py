@@ -36,29 +36,31 @@ def gather(
     """
     started = time.perf_counter()
     moved: list[Event] = []
+    bounces: list[Event] = []
     for source, target, size, bounced in plan.moves:
         held = buffer[source : source + size]
         if bounced:
-            d2d.copy(bounce[:size], held)
+            bounces.append(d2d.copy(bounce[:size], held))
             held = bounce[:size]
         moved.append(d2d.copy(buffer[target : target + size], held))
     loaded: list[Event] = []
     for offset, size, after in plan.loads:
         needs = moved[after - 1] if after else None
         loaded.append(h2d.copy(buffer[offset : offset + size], image[offset : offset + size], needs))
-    d2d_ms = _all_over(moved, started)
-    h2d_ms = _all_over(loaded, started)
+    d2d_ms, moves_failed = _all_over([*bounces, *moved], started)
+    h2d_ms, loads_failed = _all_over(loaded, started)
+    failure = moves_failed or loads_failed
+    if failure is not None:  # now that nothing is in flight: a failed switch is rolled back over the same bytes
+        raise failure
     return GatherTimes(d2d_ms, h2d_ms)
 
 
-def _all_over(events: list[Event], started: float) -> float:
-    """Wait for every one, also past a failed one: nothing may be in flight when a failed switch is rolled back."""
+def _all_over(events: list[Event], started: float) -> tuple[float, Exception | None]:
+    """Wait for every one, also past a failed one: milliseconds from the start, and what failed."""
     failure: Exception | None = None
     for event in reversed(events):
         try:
             event.result()
-        except Exception as e:  # noqa: BLE001 - raised below, when all are over
+        except Exception as e:  # noqa: BLE001 - raised by the caller, when all are over
             failure = e
-    if failure is not None:
-        raise failure
-    return (time.perf_counter() - started) * 1e3 if events else 0.0
+    return (time.perf_counter() - started) * 1e3 if events else 0.0, failure

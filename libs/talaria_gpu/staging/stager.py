@@ -93,27 +93,34 @@ class Stager:
             with self._changed:
                 index = self.chunks.begin() if self.error is None and len(flying) < DEPTH else None
             if index is not None:
-                source, target, size, _ = self.chunks.plan.chunks[index]
-                flying.append(
-                    (
-                        index,
-                        self._stream.copy(
-                            self._buffer[source : source + size], self._image[target : target + size], self._ready
-                        ),
-                    )
-                )
-                self._ready = None  # later copies of the stream come after the first
+                event = self._launch(index)
+                if event is not None:
+                    flying.append((index, event))
             elif flying:
                 self._land(*flying.popleft())
             else:
                 return
 
+    def _launch(self, index: int) -> Event | None:
+        source, target, size, _ = self.chunks.plan.chunks[index]
+        place, image = self._buffer[source : source + size], self._image[target : target + size]
+        try:
+            event = self._stream.copy(place, image, self._ready)
+        except Exception as e:  # noqa: BLE001 - whoever waits for the chunk's pages must hear of it, whatever it is
+            self._over(index, str(e))
+            return None
+        self._ready = None  # later copies of the stream come after the first
+        return event
+
     def _land(self, index: int, event: Event) -> None:
         failure: str | None = None
         try:
             event.result()
-        except EngineError as e:
+        except Exception as e:  # noqa: BLE001 - as above
             failure = str(e)
+        self._over(index, failure)
+
+    def _over(self, index: int, failure: str | None) -> None:
         with self._changed:
             if failure is None:
                 self.chunks.written(index)

@@ -12,7 +12,7 @@ import torch
 from talaria_common.errors import EngineError
 from talaria_gpu.staging.chunks import State
 from talaria_gpu.staging.gather import gather
-from talaria_gpu.staging.plan import Segment, StagePlan, stage_plan, switch_plan
+from talaria_gpu.staging.plan import Move, Segment, StagePlan, SwitchPlan, stage_plan, switch_plan
 from talaria_gpu.staging.stager import Stager
 from talaria_gpu.streams import CopyThread
 
@@ -178,6 +178,84 @@ def test_a_failed_copy_ends_the_staging_and_loses_nothing(streams):
     assert "the link is down" in (stager.error or "")
     assert switch_to(stager, buffer, image, streams).path == "partial"
     stream.close()
+
+
+class RefusingStream(CopyThread):
+    """Takes so many copies, and then none."""
+
+    def __init__(self, good: int) -> None:
+        self.good = good
+        super().__init__("refusing", CPU)
+
+    def copy(self, target, source, after=None):
+        self.good -= 1
+        if self.good < 0:
+            raise RuntimeError("no stream to launch on")
+        return super().copy(target, source, after)
+
+
+def test_a_copy_that_is_not_even_begun_holds_no_pages(streams):
+    buffer, image = random_bytes(SIZE, 0), random_bytes(60_000, 1)
+    stream = RefusingStream(good=5)
+    stager = started("b", plan_for(60_000), stream, buffer=buffer, image=image)
+    stager.join()
+    assert stager.error == "no stream to launch on"
+    assert stager.bytes_in(State.WRITING) == 0
+    back = threading.Event()
+    threading.Thread(target=lambda: (stager.reclaim(9), back.set()), daemon=True).start()
+    assert back.wait(10)
+    assert switch_to(stager, buffer, image, streams).path == "partial"
+    stream.close()
+
+
+class FailsOnce(CopyThread):
+    """Of its copies only one fails."""
+
+    def __init__(self, which: int) -> None:
+        self.left = which
+        super().__init__("fails-once", CPU)
+
+    def move(self, target, source) -> None:
+        self.left -= 1
+        if self.left == -1:
+            raise OSError("the link was down")
+        super().move(target, source)
+
+
+def test_a_failed_bounce_copy_fails_the_gather(streams):
+    """What is left in the bounce buffer is moved all the same: that move succeeds, and its bytes are wrong."""
+    image = random_bytes(CHUNK, 1)
+    buffer = torch.cat((random_bytes(100, 0), image))
+    move = Move(source=100, target=0, size=CHUNK, bounce=True)
+    plan = SwitchPlan((move,), (), d2d_bytes=CHUNK, h2d_bytes=0, dirty_bytes=0, missing_bytes=0)
+    failing, bounce = FailsOnce(0), torch.empty(CHUNK, dtype=torch.uint8)
+    with pytest.raises(EngineError, match="the link was down"):
+        gather(plan, buffer=buffer, image=image, bounce=bounce, d2d=failing, h2d=streams[1])
+    failing.close()
+
+
+def test_a_gather_whose_moves_fail_waits_for_its_loads(streams):
+    buffer, image = random_bytes(SIZE, 0), random_bytes(60_000, 1)
+    stager = started("b", plan_for(60_000, free=range(56, PAGES)), streams[1], buffer=buffer, image=image)
+    stager.join()
+    failing, gated = FailingStream(good=0), GatedStream()
+    plan, bounce = stager.switch_plan(CHUNK), torch.empty(CHUNK, dtype=torch.uint8)
+    assert any(not load.after for load in plan.loads)
+    over = threading.Event()
+
+    def run() -> None:
+        with pytest.raises(EngineError, match="the link is down"):
+            gather(plan, buffer=buffer, image=image, bounce=bounce, d2d=failing, h2d=gated)
+        over.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    gated.begun.acquire()  # a load that waits for no move is being written
+    assert not over.wait(0.05)
+    for _ in range(50):
+        gated.gate.release()
+    assert over.wait(10)
+    failing.close()
+    gated.close()
 
 
 def test_a_gather_that_fails_says_so_when_nothing_is_in_flight_any_more(streams):
