@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.mesh.settings import sim
+from tests.mesh.settings import PATIENT, sim
 from tests.support.load import Outcome, session, stream_chat
 from tests.support.mesh import Mesh, mesh
 from tests.support.waiting import until
@@ -32,6 +32,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh
     settings = sim(
         {"id": "cold-0", "sim": PACED, "slot_ms": 300.0, "drain_ms": 50.0},
         {"id": "cold-1", "sim": PACED, "slot_ms": 300.0, "drain_ms": 50.0},
+        api=PATIENT,
     )
     async with mesh(tmp_path_factory.mktemp("kills"), settings, apis=2) as it:
         yield it
@@ -191,7 +192,7 @@ async def test_nats_that_stands_still_costs_time_only(running: Mesh) -> None:
     work = load(running.http, "h")
     await under_way(running, "h")
     running.parts["nats"].kill(signal.SIGSTOP)
-    await asyncio.sleep(4.0)  # longer than any silence that is taken for death
+    await asyncio.sleep(PATIENT["silence_s"] + 2)  # longer than any silence that is taken for death
     running.parts["nats"].kill(signal.SIGCONT)
     assert errors(await asyncio.wait_for(work, 90)) == []
     await serves(running)

@@ -9,7 +9,7 @@ from typing import Any
 DEFAULT: dict[str, Any] = tomllib.loads((Path(__file__).parents[2] / "talaria.toml").read_text(encoding="utf-8"))
 REAL_MODELS: dict[str, Any] = DEFAULT["models"]
 PATIENT = {"silence_s": 8.0}
-"""For `api`, where nobody falls silent on purpose: a process may stand still for seconds on a busy machine."""
+"""For `api`, where a silence of seconds is no death: a process may stand still so long on a busy machine."""
 
 
 def sim(
