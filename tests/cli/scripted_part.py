@@ -1,7 +1,7 @@
 """A part of the mesh that does what it is told, to try the supervisor on parts that die, hang or are slow.
 
 Not used where the real parts serve: tests/cli/test_up_real.py starts those.
-`SCRIPT_<ROLE>`: ok (default), dies, hangs (ignores SIGTERM), slow (ready after a second), spawns (leaves a grandchild).
+`SCRIPT_<ROLE>`: ok (default), dies, hangs (ignores SIGTERM), slow (ready after four seconds), spawns (leaves a grandchild).
 """
 
 import argparse
@@ -34,7 +34,7 @@ async def main(role: str) -> None:
         sys.stdout.write(f"grandchild {grandchild.pid}\n")
         sys.stdout.flush()
     bus = await NatsBus.connect(settings.bus.url, name=role)
-    ready_at = time.monotonic() + (1.0 if script == "slow" else 0.0)
+    ready_at = time.monotonic() + (4.0 if script == "slow" else 0.0)
 
     async def readyz(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
