@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, release_req
 from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
@@ -118,13 +118,17 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
         That is a page for each, one for a new one, and all that a half prefilled prompt has still to get: SGLang takes
         rows for its next chunk without asking whether there are any, for it counted them when it admitted the prompt.
         """
-        tree = self.tree_cache
-        evictable = tree.full_evictable_size() if tree.supports_mamba() else tree.evictable_size()
         needed = (len(self.inflight()) + 1) * self.page_size
         half = self.chunked_req
         if half is not None:
             needed += len(half.origin_input_ids) + len(half.output_ids) - half.extend_end + self.page_size
-        return int(self.token_to_kv_pool_allocator.available_size() + evictable - needed)
+        return self._free_tokens - needed
+
+    @property
+    def _free_tokens(self) -> int:
+        tree = self.tree_cache
+        evictable = tree.full_evictable_size() if tree.supports_mamba() else tree.evictable_size()
+        return int(self.token_to_kv_pool_allocator.available_size() + evictable)
 
     @property
     def spare_states(self) -> int:
@@ -245,8 +249,11 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
         return ran
 
     def get_new_batch_prefill(self, running_batch: Any) -> NextBatchPlan:
-        """SGLang's choice, from the admitted only. With nobody admitted a half prefilled request pauses, too."""
-        if self._admit is not None and not self._admit:
+        """SGLang's choice, from the admitted only. With nobody admitted a half prefilled request pauses, too.
+
+        It also pauses while running calls have the rows of its next chunk: see `update_running_batch`.
+        """
+        if (self._admit is not None and not self._admit) or not self._next_chunk_fits():
             return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         everyone, admit = self.waiting_queue, self._admit
         self.waiting_queue = [r for r in everyone if admit is None or r.rid in admit]
@@ -261,6 +268,38 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
             sampling.attach_seeds(plan.batch_to_run)
             sampling.restore_penalties(plan.batch_to_run)
         return plan
+
+    def _next_chunk_fits(self) -> bool:
+        """Whether there are rows for as much as SGLang may prefill next of the half prefilled request, if there is one.
+
+        SGLang takes them without asking, for it counted them when it admitted the request. But it counts only a share
+        of what running calls may still say, and they go on while the request pauses.
+        """
+        half = self.chunked_req
+        if half is None:
+            return True
+        have, page = half.extend_end, self.page_size
+        end = min(have + self.chunked_prefill_size, len(half.origin_input_ids) + len(half.output_ids))
+        return (-(-end // page) - -(-have // page)) * page <= self._free_tokens
+
+    def update_running_batch(self, batch: Any) -> Any:
+        """SGLang's; but first a half prefilled request gives its rows to running ones that lack their next.
+
+        SGLang looks for such rows among the running ones only, and ends the last of them with an error.
+        """
+        half = self.chunked_req
+        if half is not None and not batch.check_decode_mem():
+            self.chunked_req = None
+            release_req(
+                req=half,
+                remaing_req_count=0,
+                req_to_token_pool=self.req_to_token_pool,
+                token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+                tree_cache=self.tree_cache,
+                hisparse_coordinator=None,
+            )
+            self._add_request_to_queue(half, is_retracted=True)
+        return super().update_running_batch(batch)
 
     def settle(self) -> None:
         """With nothing to run: let batches drop their finished requests, so that SGLang sees itself idle."""

@@ -1,4 +1,4 @@
-"""Restores when rows are short, cancelled or failing: what runs goes on, and nobody's call pays for another's prefix."""
+"""Rows are short, restores cancelled or failing: what runs goes on, and nobody's call pays for another's prefix."""
 
 from __future__ import annotations
 
@@ -90,6 +90,25 @@ def test_a_running_call_keeps_the_rows_of_its_next_token(engine, driver, referen
     driver.drain(QWEN3)
     assert driver.outputs[coming].cached == 480
     exact(references, driver.outputs[running], driver.outputs[coming])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "decoded"),
+    [pytest.param(1, 430, id="no-rows-for-the-chunk"), pytest.param(7, 440, id="no-rows-for-the-next-token")],
+)
+def test_a_half_prefilled_prompt_waits_for_rows_that_were_promised_twice(
+    engine, driver, references, new_prompt, chunks, decoded
+):
+    """SGLang counts on a share of what running calls may still say, and a paused prompt sees them say all of it."""
+    running = driver.submit(QWEN3, new_prompt(40), 440)
+    driver.step()
+    half = driver.submit(QWEN3, new_prompt(450), 8)
+    for _ in range(chunks):
+        assert driver.step().prefilled_tokens == 64
+    while len(driver.outputs[running].ids) < decoded:
+        assert driver.step(NOBODY).kind == "decode"
+    driver.drain(QWEN3)
+    exact(references, driver.outputs[running], driver.outputs[half])
 
 
 def test_all_are_cancelled_in_mid_restore(engine, driver, references, new_prompt, on_host, gate, monkeypatch):  # noqa: PLR0917 - fixtures
