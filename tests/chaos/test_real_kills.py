@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.chaos.test_kills import engine_pid, errors, under_way
+from tests.chaos.test_kills import engine_pids, errors, under_way
 from tests.mesh.settings import REAL_MODELS, real
 from tests.support.load import Outcome, session, stream_chat
 from tests.support.mesh import Mesh, mesh
@@ -76,7 +76,8 @@ async def test_killed_instance_breaks_only_streams_past_their_first_token(runnin
         running.parts["cold-1"].kill()
         running.parts["cold-1"].start()
     else:
-        os.kill(await engine_pid(running, "cold-1"), signal.SIGKILL)
+        (engine,) = engine_pids(running, "cold-1")
+        os.kill(engine, signal.SIGKILL)
     for c in (c for calls in await work for c in calls):
         assert c.done or c.started, f"{c.session}/{c.call} had no token yet and failed: {c.error}"
     await serves(running)

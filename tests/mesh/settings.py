@@ -38,4 +38,5 @@ def real(*iids: str) -> dict[str, Any]:
         "models": REAL_MODELS,
         "instances": [cold | {"id": iid} for iid in iids],
         "router": DEFAULT["router"],
+        "api": {"silence_s": DEFAULT["api"]["silence_s"]},
     }

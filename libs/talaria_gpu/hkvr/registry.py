@@ -90,6 +90,8 @@ class Registry:
         self._by_cell: dict[int, Block] = {}
         """Every cell in use by a block, "gone" but pinned ones included, by offset."""
         self._private: set[Cell] = set()
+        self._pinned: dict[int, Block] = {}
+        """Blocks with a pin, by `id`: few, whatever the registry holds."""
         self._queue: list[tuple[bool, float, int, Block]] = []
         self._stamp = 0
         self._age = 0.0
@@ -159,7 +161,7 @@ class Registry:
         if tokens is None:
             tokens = 0 if descriptor.family == "recurrent" else descriptor.block_tokens
         block = Block(key=key, descriptor=descriptor, parent=parent, depth=depth, cell=cell, tokens=tokens)
-        self._blocks[key] = self._by_cell[cell.offset] = block
+        self._blocks[key] = self._by_cell[cell.offset] = self._pinned[id(block)] = block
         self._rank(block)
         return block
 
@@ -178,6 +180,7 @@ class Registry:
         """A transfer reads or writes them."""
         for block in blocks:
             block.pins += 1
+            self._pinned[id(block)] = block
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """A transfer is over."""
@@ -186,6 +189,7 @@ class Registry:
                 raise ValueError("unpinned more often than pinned")
             block.pins -= 1
             if not block.pins:
+                del self._pinned[id(block)]
                 if block.state == "gone":
                     self._free(block)
                 else:
@@ -252,8 +256,8 @@ class Registry:
         """Cells that no eviction frees: private ones, pinned blocks, and what those follow."""
         yield from self._private
         seen: set[int] = set()
-        for block in self._by_cell.values():
-            at: Block | None = block if block.pins else None
+        for block in self._pinned.values():
+            at: Block | None = block
             while at is not None and id(at) not in seen:
                 seen.add(id(at))
                 yield at.cell
@@ -375,6 +379,8 @@ class Registry:
         zombies = [b for b in self._by_cell.values() if b.state == "gone"]
         if any(not b.pins for b in zombies) or len(self._by_cell) != len(self._blocks) + len(zombies):
             return "cells of blocks that are gone were not freed"
+        if {id(b) for b in self._by_cell.values() if b.pins} != self._pinned.keys():
+            return "the pinned blocks are not those that have pins"
         held = sum(b.cell.size for b in self._by_cell.values()) + sum(c.size for c in self._private)
         if held != self._pool.taken_bytes:
             return f"{self._pool.taken_bytes} B are taken, {held} B held"
