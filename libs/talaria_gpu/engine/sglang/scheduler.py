@@ -52,7 +52,7 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
     running_batch: Any
     last_batch: Any
     waiting_queue: list[Req]
-    chunked_req: Req | None
+    chunked_req: Any
 
     def __init__(
         self, server_args: ServerArgs, port_args: PortArgs, *, on_memory: Callable[[SlotScheduler], None]
