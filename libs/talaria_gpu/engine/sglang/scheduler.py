@@ -123,7 +123,7 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
         half = self.chunked_req
         if half is not None:
             needed += len(half.origin_input_ids) + len(half.output_ids) - half.extend_end + self.page_size
-        return self._free_tokens - needed
+        return self._free_tokens - int(needed)
 
     @property
     def _free_tokens(self) -> int:
@@ -281,7 +281,7 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
             return True
         have, page = half.extend_end, self.page_size
         end = min(have + self.chunked_prefill_size, len(half.origin_input_ids) + len(half.output_ids))
-        return (-(-end // page) - -(-have // page)) * page <= self._free_tokens
+        return bool((-(-end // page) - -(-have // page)) * page <= self._free_tokens)
 
     def update_running_batch(self, batch: Any) -> Any:
         """SGLang's; but first a half prefilled request gives its rows to running ones that lack their next.
