@@ -182,12 +182,20 @@ def slot_config(settings: Settings, instance: InstanceSettings) -> SlotConfig:
     )
 
 
+def pin(engine: Engine) -> None:
+    """Bring a model that is alone (a hot instance's) onto the device, so that its first call does not wait for it."""
+    models = list(engine.models())
+    if len(models) == 1 and engine.active is None:
+        engine.switch(models[0])
+
+
 def serve(settings: Settings, iid: str, link: Link, signals: _Signals) -> None:
     """Build, announce, run, release. Raises whatever ends it other than `Stop` and SIGTERM."""
     clock = SystemClock()
     instance = settings.instance(iid)
     link.send([Progress(message=f"{iid}: starting the {instance.engine} engine")])
     engine, paths = build(settings, instance, clock, link)
+    pin(engine)
     signals.serve()
     driver = SlotDriver(engine, slot_config(settings, instance), clock, models=instance.models)
     try:
