@@ -120,7 +120,7 @@ class Bucket:
         """Two routers that have shared everything; both have just beaten."""
         self.start("r0")
         self.start("r1")
-        self.time(6)
+        self.time(3)
         self.check()
 
     def check(self) -> None:
@@ -195,7 +195,7 @@ def test_a_router_that_stood_still_takes_nothing_from_another(ticks: int):
     b.time(2 * HEARTBEAT_S)
     assert not [e for e in b.events["r0"][tried:] if isinstance(e, TryClaim)]
     assert shares["r1"] <= set(b.owned["r1"])
-    b.time(8)
+    b.time(4)
     b.check()
     assert {n: set(owned) for n, owned in b.owned.items()} == shares, "what it lost meanwhile came back to it"
 
@@ -226,7 +226,7 @@ def test_nobody_dies_of_a_bus_that_is_away(ticks: int, last: str, later: int):
     b.stop(last)
     b.time(later * TICK_S)
     b.wake(last)
-    b.time(8)
+    b.time(4)
     b.check()
     assert b.writes == before, "nothing has moved"
 
@@ -238,7 +238,7 @@ def test_a_bus_that_hangs_unnoticed_costs_nobody_anything(ticks: int):
     b.two()
     before = b.writes
     b.time(ticks * TICK_S, beating=False)
-    b.time(8)
+    b.time(4)
     b.check()
     assert b.writes == before
 
