@@ -247,7 +247,8 @@ async def _raw(edge_: Edge, *pieces: bytes) -> bytes:
 async def test_headers_without_end(served: Edge) -> None:
     line = b"x-padding: " + b"a" * 1000 + b"\r\n"
     start = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
-    answer = await _raw(served, start, *[line] * 100)
+    # Just beyond the limit: what a server leaves unread resets the connection, and its answer may be lost with it.
+    answer = await _raw(served, start, *[line] * (protocol.HEAD_BYTES // len(line) + 1))
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert b'"code":"headers_too_large"' in answer
     assert (await served.http.get("/livez")).status_code == 200
