@@ -423,6 +423,24 @@ def test_no_instance_after_a_death_says_what_happened_before() -> None:
     assert "i-0 went silent" in s.failed().message
 
 
+def test_who_fell_silent_may_be_tried_again_later_and_who_was_full_may_not() -> None:
+    silent, full = Story(), Story()
+    move_silent(silent)
+    assert silent.asks[-1].request.recovering == ("i-0",)
+    move_rejected(full)
+    assert (full.asks[-1].request.exclude, full.asks[-1].request.recovering) == (("i-0",), ())
+
+
+def test_the_last_word_of_an_instance_counts() -> None:
+    s = Story()
+    move_silent(s)
+    s.placed()
+    full = ErrorInfo("overloaded", "full", retry_after_s=3)
+    s.tell(Answered(1, ForwardReply(accepted=False, retryable=True, error=full)))
+    assert s.call.attempt == 2
+    assert (s.asks[-1].request.exclude, s.asks[-1].request.recovering) == (("i-0",), ())
+
+
 @pytest.mark.parametrize("code", ["context_length_exceeded", "unsupported_parameter"])
 def test_final_rejection_goes_to_the_client(code: str) -> None:
     s = Story()

@@ -325,10 +325,10 @@ class Call:
         if self.tokens_made or self.attempt + 1 >= self.limits.max_attempts:
             return effects + self._finish(error)
         effects.append(Replaced(self.iid, reason))
-        if exclude and self.iid not in self._exclude:
-            self._exclude = (*self._exclude, self.iid)
-            if not isinstance(error, OverloadedError):
-                self._recovering = (*self._recovering, self.iid)
+        if exclude:
+            self._exclude = (*(i for i in self._exclude if i != self.iid), self.iid)
+            others = tuple(i for i in self._recovering if i != self.iid)
+            self._recovering = others if isinstance(error, OverloadedError) else (*others, self.iid)
         self.attempt += 1
         self.placement, self._last_error = None, error
         return effects + (self._ask(now) if exclude else self._pause(now))
