@@ -60,6 +60,11 @@ class NatsServer:
                 time.sleep(0.01)
         raise AssertionError(f"nats-server did not come up:\n{self.log}")
 
+    def lose_store(self) -> None:
+        """Forget all streams and buckets; only while it is stopped."""
+        assert self._process is None
+        shutil.rmtree(self._dir / "store", ignore_errors=True)
+
     def stop(self, *, kill: bool = False) -> None:
         if self._process is None:
             return

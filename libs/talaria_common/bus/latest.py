@@ -16,7 +16,7 @@ class LatestPerKey:
 
     def __init__(self) -> None:
         self._pending: dict[str, KvEntry | None] = {}
-        self._seen: dict[str, int] = {}
+        self._seen: dict[str, KvEntry] = {}
         self._wake = asyncio.Event()
         self._stopped = False
 
@@ -26,14 +26,17 @@ class LatestPerKey:
         return set(self._seen)
 
     def put(self, key: str, entry: KvEntry | None) -> None:
-        """`key` now has `entry`; None: deleted. What is not news (an old revision, an unknown key gone) is dropped."""
+        """`key` now has `entry`; None: deleted. What is not news (the same entry, an unknown key gone) is dropped.
+
+        A lower revision is news: a server that lost its store counts from one again.
+        """
         if entry is None:
             if self._seen.pop(key, None) is None:
                 return
-        elif entry.revision <= self._seen.get(key, 0):
+        elif entry == self._seen.get(key):
             return
         else:
-            self._seen[key] = entry.revision
+            self._seen[key] = entry
         self._pending[key] = entry
         self._wake.set()
 

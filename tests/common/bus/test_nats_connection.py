@@ -99,6 +99,33 @@ async def test_a_watch_learns_what_it_missed(nats_server: NatsServer, bus: NatsB
     await other.close()
 
 
+async def test_a_watch_sees_a_bucket_that_counts_from_one_again(nats_server: NatsServer, bus: NatsBus):
+    """The server lost its store: what others write now has lower revisions, or an old one with another value."""
+    kv = await bus.kv("b")
+    for value in (b"1", b"2", b"3"):
+        await kv.put("rewritten", value)
+    same = await kv.put("same", b"old")
+    watch = await kv.watch()
+    items = watch.__aiter__()
+    assert {(await anext(items))[0] for _ in range(2)} == {"rewritten", "same"}
+
+    nats_server.stop(kill=True)
+    await until(lambda: not bus.connected)
+    nats_server.lose_store()
+    nats_server.start()
+    other = await NatsBus.connect(nats_server.url)
+    theirs = await other.kv("b")
+    await theirs.put("rewritten", b"4")
+    while await theirs.put("same", b"new") < same:
+        pass
+    await until(lambda: bus.connected)
+    news: dict[str, KvEntry | None] = {}
+    while news.get("same") != KvEntry("same", b"new", same) or "rewritten" not in news:
+        news |= [await asyncio.wait_for(anext(items), 10)]
+    assert news["rewritten"] == KvEntry("rewritten", b"4", 1)
+    await other.close()
+
+
 async def test_the_send_buffer_is_bounded_while_away(
     nats_server: NatsServer, bus: NatsBus, monkeypatch: pytest.MonkeyPatch
 ):
