@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from talaria_cli.up.backoff import LONGEST_S, TRIES, Backoff
-from talaria_cli.up.plan import STOP_ORDER, Where, client_host, metrics_variable, parts
+from talaria_cli.up.plan import Where, client_host, metrics_variable, parts, stop_order
 from talaria_common.settings import Settings, overlay, parse
 
 RAW = {
@@ -41,16 +42,18 @@ def test_overrides_arrive_in_the_settings_of_the_parts() -> None:
 
 
 def test_every_role_has_its_turn_to_stop_and_all_fit_15_s() -> None:
-    roles = [role for group, _ in STOP_ORDER for role in group]
+    roles = [role for group, _ in stop_order(Settings()) for role in group]
     assert {p.role for p in parts(parse(RAW), where())} | {"nats", "models"} == set(roles)
     assert roles[0] == "api"
     assert roles[-1] == "nats"
-    assert sum(grace_s for _, grace_s in STOP_ORDER) < 15
+    assert sum(grace_s for _, grace_s in stop_order(Settings())) < 15
 
 
-def test_the_api_has_time_to_cut_its_streams_before_it_is_killed() -> None:
-    grace_s = next(grace_s for group, grace_s in STOP_ORDER if "api" in group)
-    assert grace_s >= Settings().api.drain_s + 1
+@pytest.mark.parametrize("drain_s", [0.0, 3.0, 120.0])
+def test_the_api_has_time_to_cut_its_streams_before_it_is_killed(drain_s: float) -> None:
+    settings = Settings.model_validate({"api": {"drain_s": drain_s}})
+    grace_s = next(grace_s for group, grace_s in stop_order(settings) if "api" in group)
+    assert grace_s == drain_s + 1
 
 
 def test_wildcard_hosts_are_reached_over_loopback() -> None:

@@ -10,17 +10,22 @@ from talaria_common.settings import Settings
 
 Role = Literal["nats", "models", "telemetry", "router", "instance", "api"]
 
-STOP_ORDER: tuple[tuple[tuple[Role, ...], float], ...] = (
-    (("api",), 4.0),
-    (("router", "instance", "models"), 6.0),
-    (("telemetry",), 2.0),
-    (("nats",), 2.0),
-)
-"""Roles that are stopped together, and the seconds that they get before they are killed; 14 s in all.
+CUTTING_S = 1.0
+"""What an api may take, beyond its `drain_s`, to end streams that did not finish and to say goodbye."""
 
-The api first: it ends its streams while the instances behind them still live. NATS last: the others say goodbye
-over it.
-"""
+
+def stop_order(settings: Settings) -> tuple[tuple[tuple[Role, ...], float], ...]:
+    """Roles that are stopped together, and the seconds that they get before they are killed; 14 s in all by default.
+
+    The api first: it ends its streams while the instances behind them still live. NATS last: the others say goodbye
+    over it.
+    """
+    return (
+        (("api",), settings.api.drain_s + CUTTING_S),
+        (("router", "instance", "models"), 6.0),
+        (("telemetry",), 2.0),
+        (("nats",), 2.0),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from talaria_cli import link
 from talaria_cli.up import health, nats, plan, ports, runfile, watch
 from talaria_cli.up.console import Console, Row
 from talaria_cli.up.models import ModelsError, prepare_all, wanted
-from talaria_cli.up.plan import Part
+from talaria_cli.up.plan import Part, stop_order
 from talaria_cli.up.supervisor import PartFailedError, Supervisor
 from talaria_common.bus import Bus
 from talaria_common.settings import DEFAULT_FILE, Settings, SettingsError, load
@@ -80,7 +80,12 @@ class _Up:
         self._running: runfile.Running | None = None
         stale_after_s = settings.mesh.heartbeat_s * settings.mesh.missed + 1.0
         self._supervisor = Supervisor(
-            self._facts, self._state_dir / "logs", self._console.say, self._write_run_file, stale_after_s
+            self._facts,
+            self._state_dir / "logs",
+            self._console.say,
+            self._write_run_file,
+            stale_after_s,
+            stop_order(settings),
         )
         self._background: list[asyncio.Task[None]] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from talaria_cli.up.backoff import Backoff
 from talaria_cli.up.child import Child, ending, fresh_log
 from talaria_cli.up.console import Row
 from talaria_cli.up.health import Facts, judge
-from talaria_cli.up.plan import STOP_ORDER, Part
+from talaria_cli.up.plan import Part, Role
 
 
 class PartFailedError(Exception):
@@ -43,16 +43,24 @@ class Supervisor:
         say: prints one line for the person.
         changed: called when a process started or ended (to rewrite the run file).
         stale_after_s: silence of an instance after which it counts as not ready.
+        stop_order: roles that are stopped together, and the seconds that they get before they are killed.
     """
 
     def __init__(
-        self, facts: Facts, logs: Path, say: Callable[[str], None], changed: Callable[[], None], stale_after_s: float
+        self,
+        facts: Facts,
+        logs: Path,
+        say: Callable[[str], None],
+        changed: Callable[[], None],
+        stale_after_s: float,
+        stop_order: Sequence[tuple[tuple[Role, ...], float]],
     ) -> None:
         self._facts = facts
         self._logs = logs
         self._say = say
         self._changed = changed
         self._stale_after_s = stale_after_s
+        self._stop_order = stop_order
         self._kept: dict[str, _Kept] = {}
         self._stopping = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -90,9 +98,9 @@ class Supervisor:
         await asyncio.shield(self._failed)
 
     async def stop(self) -> None:
-        """Stop everything in STOP_ORDER; a role that takes too long is killed."""
+        """Stop everything in order; a role that takes too long is killed."""
         self._stopping.set()
-        for roles, grace_s in STOP_ORDER:
+        for roles, grace_s in self._stop_order:
             group = [k for k in self._kept.values() if k.part.role in roles]
             for kept in group:
                 if kept.child is not None:
