@@ -84,8 +84,8 @@ class _Up:
             self._state_dir / "logs",
             self._console.say,
             self._write_run_file,
-            stale_after_s,
-            stop_order(settings),
+            stale_after_s=stale_after_s,
+            stop_order=stop_order(settings),
         )
         self._background: list[asyncio.Task[None]] = []
 

@@ -52,6 +52,7 @@ class Supervisor:
         logs: Path,
         say: Callable[[str], None],
         changed: Callable[[], None],
+        *,
         stale_after_s: float,
         stop_order: Sequence[tuple[tuple[Role, ...], float]],
     ) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from random import Random
@@ -15,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from talaria_common.errors import BadRequestError, ContextLengthError, EngineError, ModelNotFoundError
+from talaria_common.errors import BadRequestError, ContextLengthError, EngineError
 from talaria_gpu.engine.contract import (
     EngineCall,
     ModelInfo,
@@ -26,15 +23,15 @@ from talaria_gpu.engine.contract import (
     SwitchFailedError,
     SwitchTiming,
 )
-from talaria_gpu.engine.sglang import canary, checks, opening
+from talaria_gpu.engine.sglang import checks, opening
 from talaria_gpu.engine.sglang.calls import Call
+from talaria_gpu.engine.sglang.catalog import Catalog
 from talaria_gpu.engine.sglang.opening import OpenModel
 from talaria_gpu.engine.sglang.spec import HostKvOptions, MemoryOptions, ModelSpec
 from talaria_gpu.engine.sglang.switching import Switcher
 from talaria_gpu.hkvr.agreement import Alone, RankLostError, Ranks
 from talaria_gpu.hkvr.store import HostKv, Stats
 from talaria_gpu.staging.stager import Stager
-from talaria_gpu.weights import checkpoint
 
 
 class SglangEngine:
@@ -92,12 +89,9 @@ class SglangEngine:
             buffer_bytes = opening.estimate_bytes(models, kv_tokens, page_size, max_running)
         self._buffer = torch.zeros(buffer_bytes, dtype=torch.uint8, device=self._device)
         self._switcher = Switcher(self._buffer, memory, poison=poison, ranks=ranks)
-        self._has_canary = memory.canary_every > 0
-        self._progress = progress
-        self._specs = dict(models)
         self._host_kv = None if host_kv is None else _host_kv(host_kv, self._device, self._recompute_cost, ranks)
         self._suspended = 0
-        self._options: dict[str, Any] = {
+        options: dict[str, Any] = {
             "host_kv": self._host_kv,
             "suspends": host_kv is not None and host_kv.suspends,
             "device": device,
@@ -109,56 +103,17 @@ class SglangEngine:
             "ranks": ranks,
             "meeting": meeting,
         }
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._reading: dict[str, Future[None]] = {}
-        self._models: dict[str, OpenModel] = {}
-        damaged = {name: problem for name, spec in models.items() if (problem := _damage(spec))}
-        for name, problem in damaged.items():
-            progress(f"{name} cannot be opened: {problem}")
-        if len(damaged) == len(models):
-            raise EngineError("; ".join(damaged.values()))
-        for name in models:
-            if name not in damaged:
-                self._open(name)
-
-    def _open(self, name: str) -> None:
-        """Build a model; the buffer holds its weights afterwards, and nothing is active meanwhile.
-
-        Raises:
-            EngineError: it could not be built; nothing of it is left.
-        """
-        started = time.perf_counter()
-        images: list[torch.Tensor] = []
-
-        def make_image(size: int) -> torch.Tensor:
-            images.append(self._switcher.store.make(name, size))
-            return images[0]
-
-        try:
-            opened = opening.open_model(name, self._specs[name], self._buffer, make_image=make_image, **self._options)
-            if self._has_canary:
-                opened.golden = canary.first_tokens(opened)
-            opened.unbound.leave()
-        except Exception as e:
-            for image in images:
-                self._switcher.store.put(name, image)
-                self._switcher.store.drop(name)  # page-locked memory does not go by itself
-            traceback.clear_frames(e.__traceback__)  # they hold what was built
-            _collect()
-            if isinstance(e, EngineError) or not self._is_of_the_model(e):
-                raise
-            raise EngineError(f"{name} could not be built: {type(e).__name__}: {e}") from e
-        self._switcher.store.put(name, images[0])
-        self._models[name] = opened
-        self._progress(
-            f"{name}: {opened.region.weight_bytes / 1e6:.0f} MB weights, "
-            f"{opened.info.kv_capacity_tokens} KV tokens of {opened.info.kv_bytes_per_token} B, "
-            f"opened in {time.perf_counter() - started:.1f} s"
+        self._catalog = Catalog(
+            models,
+            self._buffer,
+            self._switcher.store,
+            ranks=ranks,
+            canary=memory.canary_every > 0,
+            options=options,
+            progress=progress,
         )
-
-    def _is_of_the_model(self, error: Exception) -> bool:
-        """Whether SGLang refused a model, by whatever error; with several ranks one of them may have gone instead."""
-        return self._ranks.size == 1 or not isinstance(error, RuntimeError)
+        self._models = self._catalog.models
+        self._catalog.build_all()
 
     # --- what is open
 
@@ -368,22 +323,10 @@ class SglangEngine:
         """See the contract. Its files are read in the background; building it takes the engine's own thread."""
         if model in self._models:
             return True
-        if model not in self._specs:
-            raise ModelNotFoundError(f"model {model!r} is not configured here", param="model")
-        reading = self._reading.get(model)
-        if reading is None:
-            self._reading[model] = self._reader.submit(checkpoint.read_ahead, self._specs[model].path)
+        if not self._catalog.read(model):
             return False
-        if not self._ranks.least([int(reading.done())])[0]:
-            return False
-        del self._reading[model]
-        problem = reading.exception()
-        if not self._ranks.least([int(problem is None)])[0] and problem is None:
-            raise EngineError(f"another rank cannot read the files of {model}")
-        if problem is not None:
-            raise EngineError(f"the files of {model} cannot be read: {problem}") from problem
         with self._vacated():
-            self._open(model)
+            self._catalog.build(model)
         return True
 
     def close_model(self, model: str) -> None:
@@ -396,11 +339,8 @@ class SglangEngine:
             self._leave(opened)
             self._switcher.opened(None)
             self._active = None
-        del self._models[model]
-        self._switcher.store.drop(model)
-        opened.region.release()
         del opened
-        _collect()
+        self._catalog.drop(model)
 
     @contextmanager
     def _vacated(self) -> Iterator[None]:
@@ -476,11 +416,10 @@ class SglangEngine:
 
     def close(self) -> None:
         """Give the buffer and the host images back. The engine must not be used after this."""
-        self._reader.shutdown()
+        self._catalog.close()
         self._switcher.close()
         if self._host_kv is not None:
             self._host_kv.close()
-        self._models.clear()
         self._calls.clear()
         self._active = None
         self._buffer.untyped_storage().resize_(0)  # at once, whoever still holds a view
@@ -491,30 +430,11 @@ class SglangEngine:
         return 0.0 if opened is None else float(opened.info.weight_bytes)
 
     def _model(self, name: str) -> OpenModel:
-        try:
-            return self._models[name]
-        except KeyError:
-            raise ModelNotFoundError(f"model {name!r} is not open here", param="model") from None
+        return self._catalog.get(name)
 
 
 def _inside(model: OpenModel) -> AbstractContextManager[None]:
     return model.inside()
-
-
-def _collect() -> None:
-    """Free a model's scheduler: what was built at start is frozen, and it is full of cycles."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-
-
-def _damage(spec: ModelSpec) -> str:
-    """What is wrong with the model's files; "" if nothing is."""
-    try:
-        checkpoint.check(spec.path)
-    except (EngineError, OSError) as e:
-        return str(e)
-    return ""
 
 
 def _share(device: str, rank: int) -> torch.device:

@@ -148,7 +148,7 @@ def opened(engine, model):
     for _ in range(1000):
         if engine.open_model(model):
             return
-        if (reading := engine._reading.get(model)) is not None:
+        if (reading := engine._catalog.reading.get(model)) is not None:
             reading.exception()  # which waits
     raise AssertionError("it was not opened")
 
