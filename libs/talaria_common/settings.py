@@ -20,9 +20,9 @@ DEFAULT_FILE = "talaria.toml"
 _RESERVED_ENV = {"TALARIA_CONFIG", "TALARIA_CACHE", "TALARIA_LOG"}
 """Read elsewhere: which file, where models are cached, how to log."""
 
-_TEXT = {"user", "password", "sha256"}
+_TEXT = {"user", "password", "tap_password", "sha256"}
 """Never read as TOML: a password of digits is no number."""
-_SECRET = {"password"}
+_SECRET = {"password", "tap_password"}
 """Never shown."""
 
 Name = Annotated[str, AfterValidator(check_name)]
@@ -72,6 +72,12 @@ class BusSettings(_Section):
     )
     user: str = Field("", description="with `password`; empty: no authentication")
     password: str = Field("", repr=False, description="of `user`")
+    tap_password: str = Field(
+        "",
+        repr=False,
+        description="of the embedded server's user `tap`, who sees events but no bodies and no tokens; empty: there is "
+        "none",
+    )
     max_payload_bytes: int = Field(8 << 20, ge=1 << 16, le=64 << 20, description="of the embedded server")
     events_max_age_s: float = Field(86400.0, gt=0, description="age at which events leave the stream, in seconds")
     events_max_bytes: int = Field(256 << 20, ge=1 << 20, description="size of the event stream; the oldest leave first")

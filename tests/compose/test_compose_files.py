@@ -63,6 +63,8 @@ def test_same_models_as_the_default_configuration() -> None:
     ours, default = load(COMPOSE / "talaria.toml", env={}), load(ROOT / "talaria.toml", env={})
     assert ours.models == default.models
     assert ours.instances == default.instances
+    assert ours.router == default.router
+    assert ours.api.silence_s == default.api.silence_s
 
 
 def test_start_order(services: dict[str, Any]) -> None:

@@ -62,6 +62,7 @@ def part(bus: BusSettings, url: str, state_dir: Path) -> Part:
         jetstream_file_bytes=2 * bus.events_max_bytes + (256 << 20),
         user=bus.user,
         password=bus.password,
+        tap_password=bus.tap_password,
     )
     conf.write_text(server.render(), encoding="utf-8")
     conf.chmod(0o600)  # it may hold a password

@@ -31,7 +31,7 @@ from talaria_api.peers import Peers
 from talaria_api.protocol import EDGE, EdgeProtocol
 from talaria_api.render import KEEP_ALIVE, Answer, StreamWriter, Whole
 from talaria_api.sessions import SessionRef, identify
-from talaria_api.sinks import FrameQueue, Gatherer
+from talaria_api.sinks import READ_WITHIN_S, FrameQueue, Gatherer
 from talaria_api.validate import Request
 from talaria_common import tracing
 from talaria_common.clock import Clock
@@ -237,7 +237,12 @@ class CallEndpoint:
         final = whole.final
         if final is not None and final.usage is not None:
             it.headers.append((b"x-talaria-cache", final.usage.cache_source.encode()))
-        await it.whole(200, [], whole.body())
+        reading = None if it.edge is None else asyncio.get_running_loop().call_later(READ_WITHIN_S, it.edge.abort)
+        try:
+            await it.whole(200, [], whole.body())
+        finally:
+            if reading is not None:
+                reading.cancel()
 
     async def _stream(self, call: Call, open_call: _OpenCall, answer: Answer, it: _Exchange) -> None:
         s = self._parts.settings.api

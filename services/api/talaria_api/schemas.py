@@ -55,7 +55,9 @@ _NULL = {"type": "null"}
 _Null = Annotated[Any, _Only(lambda _: False, _NULL)]
 _EmptyList = Annotated[Any, _Only(_is([]), {"anyOf": [{"type": "array", "maxItems": 0}, _NULL]})]
 _EmptyMap = Annotated[Any, _Only(_is({}), {"anyOf": [{"type": "object", "maxProperties": 0}, _NULL]})]
-_One = Annotated[Any, _Only(_is(1), {"anyOf": [{"type": "integer", "enum": [1]}, _NULL]})]
+_One = Annotated[Any, _Only(_is(1, 1.0), {"anyOf": [{"enum": [1]}, _NULL]})]
+_Zero = Annotated[Any, _Only(_is(0, 0.0), {"anyOf": [{"enum": [0]}, _NULL]})]
+_NoTopK = Annotated[Any, _Only(_is(-1, 0), {"anyOf": [{"enum": [-1, 0]}, _NULL]})]
 _NoTool = Annotated[Any, _Only(_is("none", "auto"), {"anyOf": [{"enum": ["none", "auto"]}, _NULL]})]
 _TextOnly = Annotated[
     Any, _Only(_is([], ["text"]), {"anyOf": [{"type": "array", "items": {"enum": ["text"]}, "maxItems": 1}, _NULL]})
@@ -150,6 +152,24 @@ class _CommonRequest(_Body):
     guided_choice: _Null = None
     guided_grammar: _Null = None
     structured_outputs: _Null = None
+    regex: _Null = None
+    ebnf: _Null = None
+    json_schema: _Null = None
+    structural_tag: _Null = None
+    top_k: _NoTopK = None
+    min_p: _Zero = None
+    repetition_penalty: _One = None
+    min_tokens: _Zero = None
+    stop_token_ids: _EmptyList = None
+    bad_words: _EmptyList = None
+    allowed_token_ids: _Null = None
+    include_stop_str_in_output: _NoEcho = None
+    continue_final_message: _NoEcho = None
+    chat_template: _Null = None
+    chat_template_kwargs: _EmptyMap = None
+    reasoning_effort: _Null = None
+    verbosity: _Null = None
+    lora_path: _Null = None
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> _CommonRequest:

@@ -12,13 +12,16 @@ from talaria_common.wire import Frame
 
 STALL_GRACE_S = 5.0
 """How long a client that does not read keeps its connection after its call has failed."""
+READ_WITHIN_S = 120.0
+"""How long a client may take to read what is left of its answer once its call has ended."""
 
 
 class FrameQueue:
     """Frames of a stream. At most `limit` wait; the writer takes all that wait at once.
 
-    `abort`: drops the connection. Called when the call has failed while the writer is stuck in a write: at once if the
-    client's slowness is the failure, else after STALL_GRACE_S.
+    `abort`: drops the connection. Called when the call has ended and the writer does not: if it failed while the writer
+    was stuck in a write, at once where the client's slowness is the failure, else after STALL_GRACE_S; if it went well,
+    after READ_WITHIN_S.
 
     `direct`, once set, is offered each delta that nothing waits before. True: it has been written; the nudge moves.
     """
@@ -59,8 +62,10 @@ class FrameQueue:
     def finish(self, error: TalariaError | None) -> None:
         """The call has ended."""
         self.error, self.ended = error, True
-        if error is not None and self.writing and self._abort is not None:
-            delay_s = 0.0 if isinstance(error, SlowClientError) else STALL_GRACE_S
+        if self._abort is not None:
+            delay_s = READ_WITHIN_S
+            if error is not None and self.writing:
+                delay_s = 0.0 if isinstance(error, SlowClientError) else STALL_GRACE_S
             self._abort_timer = self._loop.call_later(delay_s, self._abort)
         self._wake()
 

@@ -27,6 +27,8 @@ _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Stop = Annotated[str, Meta(min_length=1)]
 _Empty = Annotated[list[Raw], Meta(max_length=0)]
 _EmptyMap = Annotated[dict[str, Raw], Meta(max_length=0)]
+_Zero = Annotated[float, Meta(ge=0, le=0)]
+_One = Annotated[float, Meta(ge=1, le=1)]
 
 
 class _TextFormat(msgspec.Struct):
@@ -46,7 +48,7 @@ class _Common(msgspec.Struct):
     max_tokens: _Count | None = None
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=4)] | None = None
     seed: _Seed | None = None
-    n: Literal[1] | None = None
+    n: _One | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     user: str | None = None
@@ -60,6 +62,24 @@ class _Common(msgspec.Struct):
     guided_choice: None = None
     guided_grammar: None = None
     structured_outputs: None = None
+    regex: None = None
+    ebnf: None = None
+    json_schema: None = None
+    structural_tag: None = None
+    top_k: Literal[-1, 0] | None = None
+    min_p: _Zero | None = None
+    repetition_penalty: _One | None = None
+    min_tokens: _Zero | None = None
+    stop_token_ids: _Empty | None = None
+    bad_words: _Empty | None = None
+    allowed_token_ids: None = None
+    include_stop_str_in_output: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: None = None
+    chat_template_kwargs: _EmptyMap | None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    lora_path: None = None
 
 
 class _Message(msgspec.Struct):
@@ -198,6 +218,8 @@ def _check_utf8(body: bytes) -> None:
 def _check_options(it: _Common) -> None:
     if it.stream_options is not None and not it.stream:
         raise _RefusedError("stream_options needs stream = true")
+    if it.include_stop_str_in_output or it.continue_final_message:
+        raise _RefusedError("this parameter is not supported")
 
 
 def _check_chat(chat: _Chat) -> None:
