@@ -80,6 +80,8 @@ class Snapshot(Wire, frozen=True, kw_only=True):
     """Counted in the engine since its start; = prompt tokens - cached tokens of all calls."""
     switches: Int = 0
     engine_restarts: Int = 0
+    idle_checks: Int = 0
+    """Times that the engine, left without a call, looked for leaks and found none; since its start."""
 
 
 class Presence(Wire, frozen=True, kw_only=True):

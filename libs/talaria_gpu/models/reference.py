@@ -36,6 +36,12 @@ class Reference:
 
         self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The ids that end an answer."""
+        known = self._model.generation_config.eos_token_id
+        return frozenset(known if isinstance(known, list) else [] if known is None else [known])
+
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """[len(ids), vocabulary] float32: at i, what follows ids[: i + 1]."""
         x = torch.tensor([list(ids)])

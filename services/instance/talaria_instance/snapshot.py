@@ -72,6 +72,7 @@ def build(now: float, who: Identity, settings: InstanceSettings, engine: EngineS
         prefilled_tokens=status.prefilled_tokens if status else 0,
         switches=status.switches if status else 0,
         engine_restarts=engine.restarts,
+        idle_checks=status.idle_checked if status else 0,
     )
 
 

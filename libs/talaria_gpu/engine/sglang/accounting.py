@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from talaria_common.errors import EngineError
+
 
 @dataclass(slots=True)
 class PromptAccount:
@@ -19,6 +21,11 @@ class PromptAccount:
     recomputed: int = 0
     _covered: int = 0
     """Tokens [0, _covered) have been counted as cached or prefilled."""
+
+    def check(self) -> None:
+        """Raise EngineError unless every prompt token was either cached or prefilled."""
+        if self.cached + self.prefilled != self.prompt:
+            raise EngineError(f"{self.cached} cached + {self.prefilled} prefilled tokens of a prompt of {self.prompt}")
 
     def extend(self, start: int, length: int) -> tuple[int, int]:
         """A prefill computed positions [start, start + length); those before `start` were in the cache.

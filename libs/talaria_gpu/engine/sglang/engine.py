@@ -51,7 +51,8 @@ class SglangEngine:
         host_kv: how KV is kept on the host; None: a switch forgets it, and retracts what decodes.
         ranks: the processes that this one is one of, each with a share of every model.
         meeting: a file, made by nobody, where several ranks find each other.
-        poison: overwrite all but the weights with garbage at every switch, so that reading stale bytes shows.
+        poison: for tests: overwrite all but the weights with garbage at every switch, so that reading stale bytes
+            shows, and end with an error when a call's counts do not add up.
         progress: told what is being done, in words.
 
     Raises:
@@ -90,6 +91,7 @@ class SglangEngine:
         self._buffer = torch.zeros(buffer_bytes, dtype=torch.uint8, device=self._device)
         self._switcher = Switcher(self._buffer, memory, poison=poison, ranks=ranks)
         self._host_kv = None if host_kv is None else _host_kv(host_kv, self._device, self._recompute_cost, ranks)
+        self._strict = poison
         self._suspended = 0
         options: dict[str, Any] = {
             "host_kv": self._host_kv,
@@ -240,6 +242,8 @@ class SglangEngine:
                 news.append(update)
                 if update.finished:
                     model.sessions.add(entry.call.session)
+                    if self._strict and update.finished != "error":
+                        entry.account.check()
                     self._forget(model, entry)
         for rid, reason in model.scheduler.failed.items():
             entry = model.calls.get(rid)

@@ -61,6 +61,47 @@ def test_interleaved_over_24_switches_with_poison(engine, driver, references, ne
             assert_greedy(references[model], out.prompt, out.ids)
 
 
+@pytest.fixture(scope="module")
+def kept(make_engine):
+    """As the workers of a cold instance make it: what a switch takes off the device waits on the host."""
+    from talaria_gpu.engine.sglang.spec import HostKvOptions
+
+    return make_engine(*MODELS, host_kv=HostKvOptions(capacity_bytes=256 << 20))
+
+
+def test_interleaved_over_24_switches_with_host_kv_and_poison(kept, driver_for, references, new_prompt):
+    """Each slot decodes three tokens of calls that the switch then suspends; afterwards they have a second turn."""
+    n, driver = 16, driver_for(kept)
+    home = {name: model.region.home for name, model in kept._models.items()}
+    rids = {model: [driver.submit(model, new_prompt(length), n) for length in (21, 30)] for model in MODELS}
+    suspended = switches = 0
+    for _ in range(8):
+        for model in MODELS:
+            timing = kept.switch(model)
+            switches += timing.path != "none"
+            suspended += timing.suspended
+            for _ in range(3):
+                driver.step()
+            assert kept._models[model].region.addresses() == home[model]
+    for model in MODELS:
+        kept.switch(model)
+        driver.drain(model)
+    assert switches >= 20
+    assert suspended >= 20
+    for model, calls in rids.items():
+        kept.switch(model)
+        for rid in calls:
+            out = driver.outputs[rid]
+            assert len(out.ids) == n
+            assert out.last.recomputed_tokens == 0
+            assert_greedy(references[model], out.prompt, out.ids)
+            ids = [*out.prompt, *out.ids, *new_prompt(20)]
+            again = driver.run(model, ids, 4)
+            assert again.cached >= len(out.prompt) // 16 * 16
+            assert again.last.cache_source == "host"
+            assert_greedy(references[model], ids, again.ids)
+
+
 def test_the_buffer_holds_the_largest_model_but_not_all(engine):
     largest = max(m.region.end for m in engine._models.values())
     assert largest <= engine.buffer_bytes
