@@ -7,9 +7,10 @@ checksum was right, what is on its host - is agreed on before anything follows f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from talaria_common.errors import EngineError
+from talaria_gpu.hkvr.keys import KEY_BYTES
 
 
 class RankLostError(EngineError):
@@ -49,13 +50,23 @@ class Alone:
         return [payload]
 
 
-def agree_on(ranks: Ranks, keys: Sequence[bytes]) -> int:
+class Agreement(NamedTuple):
+    """What came of comparing prefixes; the same on all ranks."""
+
+    blocks: int
+    """From the first on, that all ranks have."""
+    unanimous: bool = True
+    """Whether no rank has more than that, nor other blocks behind them."""
+
+
+def agree_on(ranks: Ranks, keys: Sequence[bytes]) -> Agreement:
     """How many of this rank's blocks, from the first on, all ranks have."""
     if ranks.size == 1:
-        return len(keys)
-    size = len(keys[0]) if keys else 1
-    reports = ranks.gather(b"".join(keys))
-    return agreed_blocks([[r[at : at + size] for at in range(0, len(r), size)] for r in reports])
+        return Agreement(len(keys))
+    joined = ranks.gather(b"".join(keys))
+    reports = [[r[at : at + KEY_BYTES] for at in range(0, len(r), KEY_BYTES)] for r in joined]
+    agreed = agreed_blocks(reports)
+    return Agreement(agreed, all(len(report) == agreed for report in reports))
 
 
 def agreed_blocks(reports: Sequence[Sequence[bytes]]) -> int:

@@ -62,9 +62,11 @@ class Counts:
     refused: int = 0
     """Not saved: the pool was full of what must not go."""
     corrupt: int = 0
-    """Dropped: the checksum differed on restore."""
+    """Restores that were cut short: a checksum differed, and what follows was dropped."""
+    disagreed: int = 0
+    """Prefixes that were cut short: not all ranks had the same, and what follows was dropped."""
     failed: int = 0
-    """Dropped: the copy did not complete."""
+    """Dropped, or not restored: the copy did not complete."""
     moved: int = 0
 
 

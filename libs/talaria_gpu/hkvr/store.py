@@ -7,14 +7,13 @@ Called from the engine's thread only; the copy threads touch bytes and nothing e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
-from talaria_gpu.hkvr.agreement import Alone, Ranks
+from talaria_gpu.hkvr.agreement import Alone, Ranks, agree_on
 from talaria_gpu.hkvr.moves import Batch, Moves
-from talaria_gpu.hkvr.registry import Block, Counts, Registry
+from talaria_gpu.hkvr.records import Parked, Restore, Save, Snapshot, Stats
+from talaria_gpu.hkvr.registry import Block, Registry
 from talaria_gpu.hkvr.slabs import Move, SlabPool
 from talaria_gpu.hkvr.states import Found, state_keys
 from talaria_gpu.hkvr.transfer import DeviceKv, Piece
@@ -24,65 +23,6 @@ SLAB_BYTES = 8 << 20
 _EWMA = 0.3
 _UNDER_WAY, _FAILED, _COMPLETE = range(3)
 """Of a copy, in the order in which the least of all ranks' counts."""
-
-
-class Snapshot(NamedTuple):
-    """A hybrid's recurrent state, at the exact end of the rows that are saved with it."""
-
-    parts: tuple[DeviceKv, ...]
-    end: bytes
-    """Name of the whole prefix: `BlockKeys.exact`."""
-    slot: torch.Tensor
-    """int64 [1] on the CPU."""
-
-
-@dataclass(slots=True, eq=False)
-class Save:
-    """Blocks on their way to the host."""
-
-    kv: DeviceKv
-    blocks: list[Block]
-    transfer: Transfer
-    checksums: list[int]
-    done: Callable[[], None]
-    """Called by `poll` when the device rows may change again."""
-
-
-@dataclass(slots=True, eq=False)
-class Restore:
-    """Blocks on their way to the device; hand it to `HostKv.restored` once `transfer.done`."""
-
-    kv: DeviceKv
-    blocks: list[Block]
-    tokens: int
-    transfer: Transfer
-    whole: bool
-    """A hybrid's: with a state behind it, it is of use only as a whole."""
-    good: list[int] = field(default_factory=list)
-    """Tokens of each block that arrived and was found intact, in order."""
-    failed: bool = False
-    """Known at the end: on some rank the copy did not complete. Its blocks stay: nothing is known against them."""
-
-
-class Parked(NamedTuple):
-    """Rows kept exactly, for a model that is not active."""
-
-    kv: DeviceKv
-    pieces: tuple[Piece, ...]
-    checksums: tuple[int, ...]
-
-
-class Stats(NamedTuple):
-    """Totals of the store."""
-
-    capacity_bytes: int
-    taken_bytes: int
-    blocks: int
-    d2h_bytes: int
-    d2h_ms: float
-    h2d_bytes: int
-    h2d_ms: float
-    counts: Counts
 
 
 class HostKv:
@@ -140,7 +80,7 @@ class HostKv:
             kv: the model's.
             keys: of the prefix's full blocks.
             rows: int64 [tokens] on the CPU; their device rows, which must not change until `done`.
-            done: called by a later `poll`, or at once if there is nothing to copy.
+            done: called by a later `poll`; one rank alone calls it at once if there is nothing to copy.
             snapshot: the state at the end of `rows`, which may then reach beyond the last full block.
 
         Returns: blocks that found no room.
@@ -153,9 +93,10 @@ class HostKv:
             names = state_keys(snapshot.end, len(snapshot.parts))
             chain += [(part, name, snapshot.slot) for part, name in zip(snapshot.parts, names, strict=True)]
         blocks, batches, refused = self._reserve(kv, chain)
-        if not blocks:
+        if not blocks and self._ranks.size == 1:
             done()
             return refused
+        # Of several ranks each keeps count of every save, also of one that it has nothing to copy for: others may have.
         checksums: list[int] = []
 
         def run() -> None:
@@ -229,6 +170,19 @@ class HostKv:
         return len(mine)
 
     # --- to the device
+
+    def agreed(self, found: Found) -> Found:
+        """The part of a prefix that all ranks have; a hybrid's is of no use without its state.
+
+        What follows is dropped here: it would stay out of step with what other ranks save and evict.
+        """
+        agreed, unanimous = agree_on(self._ranks, found.keys)
+        self.registry.counts.disagreed += not unanimous
+        if agreed == len(found.keys):
+            return found
+        self.registry.drop(found.all_blocks[agreed])
+        blocks = () if found.states else found.blocks[:agreed]
+        return Found(blocks[-1].end_tokens, blocks) if blocks else Found()
 
     def restore(
         self,

@@ -11,8 +11,11 @@ import torch
 
 from talaria_gpu.hkvr.agreement import agree_on
 from talaria_gpu.hkvr.gloo import GlooRanks, RankLostError
+from talaria_gpu.hkvr.keys import BlockKeys
+from talaria_gpu.hkvr.records import Snapshot
+from talaria_gpu.hkvr.states import Found, find
 from talaria_gpu.hkvr.store import HostKv
-from tests.gpu.hkvr.fake_device import FakeDevice, descriptor, found
+from tests.gpu.hkvr.fake_device import FakeDevice, FakeStates, descriptor, found
 
 IDS = list(range(24))
 
@@ -47,6 +50,74 @@ def differs(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
 
 def has_nothing(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
     return agree_on(ranks, [] if ranks.rank else device.keys(IDS))
+
+
+def kept(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> list[str]:
+    """All six blocks are saved on both, and rank 1 loses the last three. What `done` will be told goes to the list."""
+    rows, ended = device.take(24), []
+    device.compute(IDS, rows)
+    store.save(device.kv, device.keys(IDS), rows, lambda: ended.append("first"))
+    store.drain()
+    if ranks.rank:
+        store.registry.drop(store.registry.get(device.keys(IDS)[3]))
+    store.save(device.kv, device.keys(IDS[:8]), rows[:8], lambda: ended.append("nothing new"))
+    store.save(device.kv, device.keys(IDS), rows, lambda: ended.append("what rank 1 lost"))
+    return ended
+
+
+def saves_what_only_it_lacks(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
+    """Rank 0 has nothing to copy where rank 1 has: their saves end together all the same."""
+    ended = kept(ranks, store, device)
+    waiting = list(ended)
+    store.drain()
+    return waiting, ended, len(store.registry.match(device.keys(IDS))), store.check_idle()
+
+
+def drops_what_only_it_has(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
+    """Rank 1 has lost three blocks: rank 0 drops them, too, and both save and restore them again."""
+    rows = device.take(24)
+    device.compute(IDS, rows)
+    store.save(device.kv, device.keys(IDS), rows, lambda: None)
+    store.drain()
+    if ranks.rank:
+        store.registry.drop(store.registry.get(device.keys(IDS)[3]))
+    had = len(store.registry.match(device.keys(IDS)))
+    agreed = store.agreed(found(store.registry.match(device.keys(IDS))))
+    left = len(store.registry.match(device.keys(IDS)))
+    store.save(device.kv, device.keys(IDS), rows, lambda: None)
+    before = store.stats().d2h_bytes
+    store.drain()
+    copied = (store.stats().d2h_bytes - before) // device.kv.descriptor.block_bytes
+    whole = store.agreed(found(store.registry.match(device.keys(IDS))))
+    back = device.take(24)
+    got = store.restored(store.restore(device.kv, whole, back, 0))
+    device.assert_holds(IDS, back)
+    return had, agreed.tokens, left, copied, got, store.stats().counts.disagreed, store.check_idle()
+
+
+def has_another_state(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
+    """Rank 1 lacks the last part of a hybrid's state: neither has a use for the rest, nor for its own part."""
+    kv = FakeDevice(descriptor("hybrid", complete=False))
+    states, keys = FakeStates(kv.kv.descriptor), BlockKeys(kv.kv.descriptor.identity, "", 4)
+    rows, slot = kv.take(8), states.take()
+    kv.compute(IDS[:8], rows)
+    states.compute(IDS[:8], slot)
+    snapshot = Snapshot(states.parts, keys.exact(IDS, 8), slot)
+
+    def there() -> Found:
+        return find(store.registry, keys, IDS, 8, kv=kv.kv.descriptor, parts=2)
+
+    def save() -> None:
+        store.save(kv.kv, keys.upto(IDS, 8), rows, lambda: None, snapshot)
+        store.drain()
+
+    save()
+    if ranks.rank:
+        store.registry.drop(there().states[1])
+    agreed = store.agreed(there())
+    left = there().tokens
+    save()
+    return agreed.tokens, left, store.agreed(there()).tokens, store.check_idle()
 
 
 def is_corrupt(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:

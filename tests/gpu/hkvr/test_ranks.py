@@ -14,9 +14,12 @@ CONTEXT = mp.get_context("spawn")
 
 EXPECTED = {
     "lags": [(0, 6), (0, 6)],
-    "has_less": [4, 4],
-    "differs": [2, 2],
-    "has_nothing": [0, 0],
+    "has_less": [(4, False)] * 2,
+    "differs": [(2, False)] * 2,
+    "has_nothing": [(0, False)] * 2,
+    "saves_what_only_it_lacks": [(["first"], ["first", "nothing new", "what rank 1 lost"], 6, "")] * 2,
+    "drops_what_only_it_has": [(6, 12, 3, 3, 24, 1, ""), (3, 12, 3, 3, 24, 1, "")],
+    "has_another_state": [(0, 0, 8, "")] * 2,
     "is_corrupt": [(12, 3, ""), (12, 3, "")],
     "park_is_damaged": [False, False],
     "dies": ["lost", None],
@@ -60,5 +63,5 @@ def test_a_rank_that_hangs_is_given_up(ranks):
 
 
 def test_one_rank_agrees_with_itself():
-    assert agree_on(Alone(), [b"a", b"b"]) == 2
-    assert agree_on(Alone(), []) == 0
+    assert agree_on(Alone(), [b"a", b"b"]) == (2, True)
+    assert agree_on(Alone(), []) == (0, True)

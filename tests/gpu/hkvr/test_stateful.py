@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from talaria_gpu.hkvr.keys import BlockKeys
+from talaria_gpu.hkvr.records import Snapshot
 from talaria_gpu.hkvr.states import find
-from talaria_gpu.hkvr.store import HostKv, Snapshot
+from talaria_gpu.hkvr.store import HostKv
 from tests.gpu.hkvr.fake_device import FakeDevice, FakeStates, descriptor, found
 
 SPECS = (descriptor("mha"), descriptor("mla", "mla", (12, 12, 12)), descriptor("wide", rows=(16, 48)))

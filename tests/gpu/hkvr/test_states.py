@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from talaria_gpu.hkvr.keys import BlockKeys
+from talaria_gpu.hkvr.records import Snapshot
 from talaria_gpu.hkvr.states import Found, find
-from talaria_gpu.hkvr.store import HostKv, Snapshot
+from talaria_gpu.hkvr.store import HostKv
 from tests.gpu.hkvr.fake_device import FakeDevice, FakeStates, descriptor
 
 KV = descriptor("hybrid", complete=False)

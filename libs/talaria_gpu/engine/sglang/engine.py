@@ -30,7 +30,8 @@ from talaria_gpu.engine.sglang.opening import OpenModel
 from talaria_gpu.engine.sglang.spec import HostKvOptions, MemoryOptions, ModelSpec
 from talaria_gpu.engine.sglang.switching import Switcher
 from talaria_gpu.hkvr.agreement import Alone, RankLostError, Ranks
-from talaria_gpu.hkvr.store import HostKv, Stats
+from talaria_gpu.hkvr.records import Stats
+from talaria_gpu.hkvr.store import HostKv
 from talaria_gpu.staging.stager import Stager
 
 

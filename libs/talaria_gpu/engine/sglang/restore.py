@@ -20,10 +20,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from talaria_gpu.engine.sglang.identity import Pools
 from talaria_gpu.engine.sglang.saving import Saver
 from talaria_gpu.engine.sglang.scheduler import SlotScheduler
-from talaria_gpu.hkvr.agreement import Ranks, agree_on
+from talaria_gpu.hkvr.agreement import Ranks
+from talaria_gpu.hkvr.records import Restore
 from talaria_gpu.hkvr.registry import Block
-from talaria_gpu.hkvr.states import Found
-from talaria_gpu.hkvr.store import HostKv, Restore
+from talaria_gpu.hkvr.store import HostKv
 
 
 @dataclass(slots=True)
@@ -149,10 +149,7 @@ class Restorer:
     # --- inside
 
     def _start(self, request: Any) -> bool:
-        found = self._saver.find(request)
-        agreed = agree_on(self._ranks, found.keys)
-        if agreed < len(found.keys):
-            found = self._cut(found, agreed)
+        found = self._store.agreed(self._saver.find(request))
         end, size = found.tokens, self._pools.kv.descriptor.block_tokens
         if not end:
             return False
@@ -180,12 +177,6 @@ class Restorer:
         keys = frozenset(block.key for block in found.blocks[have // size :])
         self._coming[request.rid] = _Coming(request, ids, have, lock, rows, slot, restore, keys)
         return True
-
-    def _cut(self, found: Found, blocks: int) -> Found:
-        """The part of a prefix that all ranks have; a hybrid's is of no use without its state."""
-        if self._pools.states:
-            return Found()
-        return Found(blocks * self._pools.kv.descriptor.block_tokens, found.blocks[:blocks])
 
     def _state_slot(self) -> torch.Tensor | None:
         """Room for one recurrent state, or None."""

@@ -7,8 +7,9 @@ from typing import Any
 from talaria_gpu.engine.sglang.identity import Pools
 from talaria_gpu.engine.sglang.tree import state_slot
 from talaria_gpu.hkvr.keys import BlockKeys
+from talaria_gpu.hkvr.records import Snapshot
 from talaria_gpu.hkvr.states import Found, find
-from talaria_gpu.hkvr.store import HostKv, Snapshot
+from talaria_gpu.hkvr.store import HostKv
 
 
 class Saver:

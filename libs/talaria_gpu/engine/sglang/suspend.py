@@ -6,7 +6,6 @@ tree and allocators are not touched in between, so that the next step is a decod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ import torch
 from talaria_gpu.engine.sglang.identity import Pools
 from talaria_gpu.engine.sglang.tree import evict_all
 from talaria_gpu.hkvr.agreement import Ranks
-from talaria_gpu.hkvr.store import HostKv, Parked
+from talaria_gpu.hkvr.records import Parked
+from talaria_gpu.hkvr.store import HostKv
 from talaria_gpu.hkvr.transfer import DeviceKv
 
 
@@ -51,20 +51,21 @@ class Suspension:
         wanted = [(self._pools.kv, self._used_rows())]
         if self._slots is not None:
             wanted += [(part, self._used_slots(self._slots)) for part in self._pools.states]
-        if self._ranks.least([int(self._park(wanted))])[0]:
+        # Without room for all of it, parking some would evict prefixes for nothing.
+        if self._all(self._store.has_room(wanted)) and all(self._all(self._park(*each)) for each in wanted):
             return True
         self._give_back()
         return False
 
-    def _park(self, wanted: Sequence[tuple[DeviceKv, torch.Tensor]]) -> bool:
-        if not self._store.has_room(wanted):  # else parking some of it would evict prefixes for nothing
-            return False
-        for kv, rows in wanted:
-            parked = self._store.park(kv, rows)
-            if parked is None:
-                return False
+    def _all(self, mine: bool) -> bool:
+        """Whether it is so on all ranks. Asked before each step, for what a rank alone goes on with it evicts alone."""
+        return bool(self._ranks.least([int(mine)])[0])
+
+    def _park(self, kv: DeviceKv, rows: torch.Tensor) -> bool:
+        parked = self._store.park(kv, rows)
+        if parked is not None:
             self._parked.append(parked)
-        return True
+        return parked is not None
 
     def resume(self) -> bool:
         """Copy the rows back. False: they were damaged, and must be computed again."""
