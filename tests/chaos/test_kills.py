@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -64,6 +66,7 @@ def load(http: httpx.AsyncClient, tag: str, **body: object) -> asyncio.Future[li
                 grow="tool says",
                 max_tokens=TOKENS,
                 gap_s=0.05,
+                stream=n % 4 > 0,
                 **body,
             )
             for n in range(SESSIONS)
@@ -90,6 +93,13 @@ async def serves(it: Mesh, url: str = "") -> None:
                     await stream_chat(http, model, [{"role": "user", "content": "again"}], session="x", max_tokens=3)
                 ).error:
                     await asyncio.sleep(0.2)
+
+
+def only_streams_broke(runs: list[list[Outcome]], victim: str) -> None:
+    """What failed had a token already, and came from `victim`; its headers say so unless they went out before it did."""
+    for c in (c for calls in runs for c in calls if c.error):
+        assert c.started, f"{c.session}/{c.call} had no token yet and failed: {c.error}"
+        assert c.headers.get("x-talaria-instance", victim) == victim, f"{c.session}/{c.call}: {c.error}"
 
 
 def errors(runs: list[list[Outcome]]) -> list[str]:
@@ -133,8 +143,7 @@ async def test_killed_instance_breaks_only_streams_past_their_first_token(runnin
     await under_way(running, "i")
     running.parts["cold-1"].kill()
     runs = await work
-    for c in (c for calls in runs for c in calls):
-        assert c.done or c.started, f"{c.session}/{c.call} had no token yet and failed: {c.error}"
+    only_streams_broke(runs, "cold-1")
     running.parts["cold-1"].start()
     await serves(running)
 
@@ -151,17 +160,28 @@ def engine_pids(it: Mesh, iid: str) -> list[int]:
 
 
 async def test_killed_engine_breaks_only_streams_past_their_first_token(running: Mesh) -> None:
-    import os
-
     work = load(running.http, "e")
     await under_way(running, "e")
     (before,) = engine_pids(running, "cold-0")
     os.kill(before, signal.SIGKILL)
     runs = await work
-    for c in (c for calls in runs for c in calls):
-        assert c.done or c.started, f"{c.session}/{c.call} had no token yet and failed: {c.error}"
+    only_streams_broke(runs, "cold-0")
     await serves(running)
     await until(lambda: engine_pids(running, "cold-0") not in ([], [before]), 20, "another engine")
+
+
+async def test_the_only_instance_of_a_model_is_waited_for(tmp_path: Path) -> None:
+    """Nobody else serves what the killed engine did: calls without a token wait for its restart."""
+    settings = sim({"id": "cold-0", "sim": PACED, "slot_ms": 300.0, "drain_ms": 50.0}, api=PATIENT)
+    async with mesh(tmp_path, settings) as it:
+        work = load(it.http, "o")
+        await under_way(it, "o")
+        (before,) = engine_pids(it, "cold-0")
+        os.kill(before, signal.SIGKILL)
+        runs = await asyncio.wait_for(work, 90)
+        only_streams_broke(runs, "cold-0")
+        assert any(c.error for calls in runs for c in calls), "the engine was killed in vain"
+        await serves(it)
 
 
 async def test_stopped_instance_is_left_alone_and_comes_back(running: Mesh) -> None:
@@ -169,8 +189,7 @@ async def test_stopped_instance_is_left_alone_and_comes_back(running: Mesh) -> N
     await under_way(running, "s")
     running.parts["cold-1"].kill(signal.SIGSTOP)
     runs = await asyncio.wait_for(work, 90)
-    for c in (c for calls in runs for c in calls):
-        assert c.done or c.started, f"{c.session}/{c.call} had no token yet and failed: {c.error}"
+    only_streams_broke(runs, "cold-1")
     running.parts["cold-1"].kill(signal.SIGCONT)
     await serves(running)
 

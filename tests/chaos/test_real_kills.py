@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.chaos.test_kills import engine_pids, errors, under_way
+from tests.chaos.test_kills import engine_pids, errors, only_streams_broke, under_way
 from tests.mesh.settings import REAL_MODELS, real
 from tests.support.load import Outcome, session, stream_chat
 from tests.support.mesh import Mesh, mesh
@@ -32,6 +32,7 @@ def load(http: httpx.AsyncClient, tag: str, sessions: int = 30, calls: int = 10)
             session(
                 http, f"{tag}-{n}", models[n % 3], calls=calls, max_tokens=24, ignore_eos=True,
                 first=f"Task {n}: look at module {n * 7} and say what it does.", grow="The tool printed line",
+                stream=n % 4 > 0,
             )
             for n in range(sessions)
         )
@@ -70,14 +71,24 @@ async def test_killed_api_takes_only_its_own_clients(running: Mesh) -> None:
 
 @pytest.mark.parametrize("what", ["instance", "engine"])
 async def test_killed_instance_breaks_only_streams_past_their_first_token(running: Mesh, what: str) -> None:
-    work = load(running.http, what)
-    await under_way(running, what)
+    await killed_under_load(running, what, "cold-1")
+
+
+@pytest.mark.parametrize("what", ["instance", "engine"])
+async def test_the_only_instance_is_waited_for(tmp_path: Path, what: str) -> None:
+    """The default cold instance alone: nobody else serves its models while it starts again."""
+    async with mesh(tmp_path, real("cold-0"), ready_timeout_s=300) as it:
+        await killed_under_load(it, what, "cold-0")
+
+
+async def killed_under_load(it: Mesh, what: str, victim: str) -> None:
+    work = load(it.http, what)
+    await under_way(it, what)
     if what == "instance":
-        running.parts["cold-1"].kill()
-        running.parts["cold-1"].start()
+        it.parts[victim].kill()
+        it.parts[victim].start()
     else:
-        (engine,) = engine_pids(running, "cold-1")
+        (engine,) = engine_pids(it, victim)
         os.kill(engine, signal.SIGKILL)
-    for c in (c for calls in await work for c in calls):
-        assert c.done or c.started, f"{c.session}/{c.call} had no token yet and failed: {c.error}"
-    await serves(running)
+    only_streams_broke(await work, victim)
+    await serves(it)

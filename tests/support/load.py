@@ -71,6 +71,30 @@ async def stream_chat(
     return it
 
 
+async def whole_chat(
+    http: httpx.AsyncClient, model: str, messages: list[dict[str, str]], *, session: str, call: int = 0, **body: Any
+) -> Outcome:
+    """One call whose answer comes in one piece; never raises for what the server or the connection does."""
+    it = Outcome(session, call, model)
+    t0 = time.monotonic()
+    payload = {"model": model, "messages": messages, "return_token_ids": True} | body
+    try:
+        response = await http.post("/v1/chat/completions", json=payload, headers={"X-Talaria-Session-ID": session})
+        it.status, it.headers = response.status_code, dict(response.headers)
+        if response.status_code != 200:
+            it.error = response.text
+        else:
+            answer = response.json()
+            (choice,) = answer["choices"]
+            it.text, it.finish_reason = choice["message"]["content"], choice["finish_reason"]
+            it.token_ids, it.prompt_token_ids = choice["token_ids"], answer["prompt_token_ids"]
+            it.usage, it.started, it.done = answer["usage"], True, True
+    except httpx.HTTPError as e:
+        it.error = f"{type(e).__name__}: {e}"
+    it.total_s = time.monotonic() - t0
+    return it
+
+
 def _chunk(it: Outcome, chunk: dict[str, Any], t0: float) -> None:
     if "error" in chunk:
         it.error = json.dumps(chunk["error"])
@@ -98,15 +122,15 @@ async def session(
     max_tokens: int,
     gap_s: float = 0.0,
     stop_on_error: bool = False,
+    stream: bool = True,
     **body: Any,
 ) -> list[Outcome]:
     """An agent: each call appends the last answer and a tool result of text `grow`, after `gap_s`."""
+    ask = stream_chat if stream else whole_chat
     messages = [{"role": "user", "content": first}]
     out: list[Outcome] = []
     for call in range(calls):
-        it = await stream_chat(
-            http, model, messages, session=name, call=call, max_tokens=max_tokens, temperature=0, **body
-        )
+        it = await ask(http, model, messages, session=name, call=call, max_tokens=max_tokens, temperature=0, **body)
         out.append(it)
         if it.error and stop_on_error:
             break
