@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,22 +17,31 @@ _PIECE = 16 << 20
 
 
 class ImageFile:
-    """One image on disk.
+    """One image on disk. May be made in another thread than the one that uses it.
 
     Args:
         image: uint8, on the host.
         directory: on a disk with room; None: the system's directory for temporary files.
+        wanted: asked now and then whether to go on.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the disk is full, or the like; ECANCELED: it is not wanted any more.
     """
 
-    def __init__(self, image: torch.Tensor, directory: Path | None) -> None:
+    def __init__(self, image: torch.Tensor, directory: Path | None, wanted: Callable[[], bool] = lambda: True) -> None:
         self.size = image.numel()
         self._file = tempfile.TemporaryFile(prefix="talaria-weights-", dir=directory, buffering=0)  # noqa: SIM115 - kept
         self._checksum = 0
-        view = memoryview(image.numpy())
+        try:
+            self._write(memoryview(image.numpy()), wanted)
+        except OSError:
+            self.close()
+            raise
+
+    def _write(self, view: memoryview, wanted: Callable[[], bool]) -> None:
         for at in range(0, self.size, _PIECE):
+            if not wanted():
+                raise OSError(errno.ECANCELED, "its model was closed")
             piece = view[at : at + _PIECE]
             self._checksum = zlib.crc32(piece, self._checksum)
             written = 0

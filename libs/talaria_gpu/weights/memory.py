@@ -11,9 +11,12 @@ def allocate(size: int, *, pin: bool) -> torch.Tensor:
     """`size` bytes, uint8. With `pin` page-locked in place: torch's own pinned allocator rounds up to powers of two.
 
     Raises:
-        EngineError: the driver refuses to lock so much.
+        EngineError: there is not so much, or the driver refuses to lock it.
     """
-    memory = torch.empty(size, dtype=torch.uint8)
+    try:
+        memory = torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as e:
+        raise EngineError(f"{size} B of host memory are not to be had: {e}") from e
     if pin and size:
         status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
         if int(status) != 0:

@@ -1,4 +1,4 @@
-"""The bounded host store of weight images; what does not fit waits on disk and is read back in the background."""
+"""The bounded host store of weight images; what does not fit waits on disk. Both ways go in the background."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ class _Entry:
     used: int
     file: ImageFile | None = None
     loading: Future[torch.Tensor] | None = None
+    writing: Future[ImageFile] | None = None
     pins: int = 0
     broken: bool = False
     """The last read failed."""
+    unwritable: bool = False
+    """The last write failed."""
+    dropped: bool = False
 
 
 @dataclass(slots=True)
@@ -40,9 +44,10 @@ class StoreStats:
 
 
 class WeightStore:
-    """Images by model name. Not thread-safe: one caller; reads from disk run in a thread of the store's.
+    """Images by model name. Not thread-safe: one caller; a thread of the store's reads and writes the files.
 
-    Evicted under pressure: the image that was used longest ago, never a pinned one.
+    Evicted under pressure: the image that was used longest ago, never a pinned one. It is written to disk first, once;
+    only then does it leave the host.
 
     Args:
         capacity_bytes: most bytes of images on the host; None: no bound, and nothing goes to disk.
@@ -54,7 +59,7 @@ class WeightStore:
         self._capacity, self._directory, self._pin = capacity_bytes, directory, pin
         self._entries: dict[str, _Entry] = {}
         self._serial = count()
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self.stats = StoreStats()
 
     @property
@@ -63,10 +68,10 @@ class WeightStore:
         return sum(e.size for e in self._entries.values() if e.image is not None or e.loading is not None)
 
     def make(self, name: str, size: int) -> torch.Tensor:
-        """Room for a new image of `size` bytes, to be filled and then `put`.
+        """Room for a new image of `size` bytes, to be filled and then `put`; waits for what has to go to disk for it.
 
         Raises:
-            EngineError: it does not fit beside what is pinned.
+            EngineError: it does not fit beside what is pinned, or there is no more memory.
         """
         self._make_room(name, size, patient=True)
         return memory.allocate(size, pin=self._pin)
@@ -82,9 +87,10 @@ class WeightStore:
         return "host" if entry.image is not None else "loading" if entry.loading is not None else "disk"
 
     def prefetch(self, name: str) -> bool:
-        """Start reading the image in the background if it is on disk; whether it is on the host now.
+        """Have the image read in the background if it is on disk; whether it is on the host now.
 
-        A read that failed is not tried again here; `acquire` does, and raises.
+        It waits for nothing: while another image is being written to make room, ask again. A read or a write that
+        failed is not tried again here; `acquire` does, and raises.
         """
         entry = self._entries[name]
         self._settle(entry)
@@ -96,7 +102,7 @@ class WeightStore:
         return entry.image is not None
 
     def acquire(self, name: str) -> torch.Tensor:
-        """The image, pinned; waits for the disk if it has to.
+        """The image, pinned; waits for the disk if it has to, for the images that make room for it, too.
 
         Raises:
             EngineError: it cannot be read, or there is no room for it.
@@ -124,8 +130,9 @@ class WeightStore:
         entry = self._entries.pop(name, None)
         if entry is None:
             return
-        if entry.loading is not None:
-            self._finish(entry)
+        entry.dropped = True
+        self._finish(entry)
+        self._written(entry)
         self._free(entry)
         if entry.file is not None:
             entry.file.close()
@@ -134,16 +141,20 @@ class WeightStore:
         """Drop everything."""
         for name in list(self._entries):
             self.drop(name)
-        self._loader.shutdown()
+        self._disk.shutdown()
 
     # --- space
 
-    def _make_room(self, name: str, size: int, *, patient: bool) -> None:
-        """`patient`: wait for what is being read, if its place is the only one that can be had."""
+    def _make_room(self, name: str, size: int, *, patient: bool) -> bool:
+        """Whether there is room; with `patient` there is, else an image may still be on its way to disk.
+
+        `patient` also waits for what is being read, if its place is the only one that can be had.
+        """
         if self._capacity is None:
-            return
+            return True
         while self.host_bytes + size > self._capacity:
-            idle = {n: e for n, e in self._entries.items() if e.image is not None and not e.pins}
+            idle = [e for e in self._entries.values() if e.image is not None and not e.pins]
+            idle = [e for e in idle if patient or not e.unwritable]
             reading = [e for e in self._entries.values() if e.loading is not None]
             if not idle and reading and patient:
                 self._finish(reading[0])
@@ -154,16 +165,24 @@ class WeightStore:
                     "in use by models that are active, next or being read. Set host_weights_mib to at least "
                     f"{-(-(self.host_bytes + size) // (1 << 20))}"
                 )
-            self._evict(idle[min(idle, key=lambda n: idle[n].used)])
+            if not self._evict(min(idle, key=lambda e: e.used), patient=patient):
+                return False
+        return True
 
-    def _evict(self, entry: _Entry) -> None:
-        if entry.file is None and entry.image is not None:
-            try:
-                entry.file = ImageFile(entry.image, self._directory)
-            except OSError as e:
-                raise EngineError(f"an image could not be written to disk to make room: {e}") from e
+    def _evict(self, entry: _Entry, *, patient: bool) -> bool:
+        """Whether the image has left the host: that needs a file of it."""
+        if entry.file is None:
+            if entry.writing is None:
+                image, directory = entry.image, self._directory
+                entry.writing = self._disk.submit(lambda: ImageFile(image, directory, lambda: not entry.dropped))
+            if not patient and not entry.writing.done():
+                return False
+            failure = self._written(entry)
+            if failure is not None:
+                raise EngineError(f"an image could not be written to disk to make room: {failure}") from failure
         self._free(entry)
         self.stats.evictions += 1
+        return True
 
     def _free(self, entry: _Entry) -> None:
         if entry.image is not None:
@@ -176,7 +195,8 @@ class WeightStore:
         file, size, pin = entry.file, entry.size, self._pin
         if file is None:
             raise EngineError(f"{name} has no image anywhere")
-        self._make_room(name, size, patient=patient)
+        if not self._make_room(name, size, patient=patient):
+            return
 
         def read() -> torch.Tensor:
             image = memory.allocate(size, pin=pin)
@@ -187,7 +207,7 @@ class WeightStore:
                 raise
             return image
 
-        entry.loading = self._loader.submit(read)
+        entry.loading = self._disk.submit(read)
 
     def _settle(self, entry: _Entry) -> None:
         if entry.loading is not None and entry.loading.done():
@@ -202,7 +222,20 @@ class WeightStore:
             self.stats.loads += 1
             self.stats.loaded_bytes += entry.size
             entry.used = next(self._serial)
-        except (EngineError, OSError) as e:
+        except (EngineError, OSError, RuntimeError) as e:  # RuntimeError: what torch raises without more memory
             self.stats.failures.append(str(e))
             entry.broken = True
         entry.loading = None
+
+    @staticmethod
+    def _written(entry: _Entry) -> Exception | None:
+        """Wait for a write that is under way; why it failed, if it did: then the image has no file."""
+        if entry.writing is None:
+            return None
+        writing, entry.writing = entry.writing, None
+        failure = writing.exception()
+        entry.unwritable = failure is not None
+        if isinstance(failure, OSError | RuntimeError):
+            return failure
+        entry.file = writing.result()
+        return None

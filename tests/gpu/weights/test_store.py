@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from talaria_common.errors import EngineError
+from talaria_gpu.weights import memory
+from talaria_gpu.weights import store as stores
+from talaria_gpu.weights.files import ImageFile
 from talaria_gpu.weights.store import WeightStore
 
 KB = 1 << 10
@@ -44,14 +49,115 @@ def test_what_does_not_fit_goes_to_disk_and_comes_back_the_same(store):
     assert store.stats.loads == 1
 
 
+def disk_is_quiet(store: WeightStore) -> None:
+    """What was asked of the disk so far is over."""
+    store._disk.submit(lambda: None).result()
+
+
 def test_a_prefetch_runs_in_the_background(store):
     for seed, name in enumerate("abc"):
         put(store, name, seed)
-    ready = store.prefetch("a")
-    assert ready or store.place("a") in {"loading", "host"}
-    store._entries["a"].loading and store._entries["a"].loading.result()
+    assert not store.prefetch("a")
+    disk_is_quiet(store)  # b is written
+    assert not store.prefetch("a")
+    assert store.place("b") == "disk"
+    assert store.place("a") in {"loading", "host"}
+    disk_is_quiet(store)
     assert store.prefetch("a")
     assert store.place("a") == "host"
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Writes wait until the event is set; who wrote is noted."""
+    go, writers = threading.Event(), []
+
+    def write(*arguments):
+        writers.append(threading.current_thread())
+        go.wait(10)
+        return ImageFile(*arguments)
+
+    monkeypatch.setattr(stores, "ImageFile", write)
+    yield go, writers
+    go.set()
+
+
+def test_nobody_waits_while_an_image_is_written_and_it_stays_until_it_has_been(store, slow_disk):
+    go, writers = slow_disk
+    go.set()
+    for seed, name in enumerate("abc"):
+        put(store, name, seed)
+    go.clear()
+    for _ in range(3):
+        assert not store.prefetch("a")
+    assert [store.place(n) for n in "abc"] == ["disk", "host", "host"]
+    assert torch.equal(store.acquire("b"), image(1))
+    store.release("b")
+    store.acquire("c")
+    go.set()
+    while not store.prefetch("a"):
+        disk_is_quiet(store)
+    assert [store.place(n) for n in "abc"] == ["host", "disk", "host"]
+    assert len(writers) == 2
+    assert threading.main_thread() not in writers
+    assert torch.equal(store.acquire("a"), image(0))
+
+
+def test_an_image_that_is_dropped_while_it_is_written_leaves_nothing(store, slow_disk, monkeypatch):
+    go, _ = slow_disk
+    go.set()
+    for seed, name in enumerate("abc"):
+        put(store, name, seed)
+    go.clear()
+    assert not store.prefetch("a")
+    closed, close = [], ImageFile.close
+    monkeypatch.setattr(ImageFile, "close", lambda file: (closed.append(True), close(file)))
+    threading.Timer(0.05, go.set).start()
+    store.drop("b")
+    assert closed == [True]  # given up half-way
+    assert store.acquire("a") is not None
+
+
+def test_a_full_disk_is_tried_once_in_the_background_and_again_when_it_has_to_be(store, monkeypatch):
+    for seed, name in enumerate("abc"):
+        put(store, name, seed)
+    tries = []
+
+    def full(*_arguments):
+        tries.append(True)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stores, "ImageFile", full)
+    for _ in range(8):
+        assert not store.prefetch("a")
+        disk_is_quiet(store)
+    assert len(tries) == 2  # b, then c
+    with pytest.raises(EngineError, match="No space left"):
+        store.acquire("a")
+    assert [store.place(n) for n in "abc"] == ["disk", "host", "host"]
+    monkeypatch.undo()
+    assert torch.equal(store.acquire("a"), image(0))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), EngineError("page-locked")])
+def test_no_memory_for_an_image_is_a_failed_load(store, monkeypatch, error):
+    for seed, name in enumerate("abc"):
+        put(store, name, seed)
+
+    def none_left(*_arguments, **_options):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "allocate", none_left)
+        with pytest.raises(EngineError, match=str(error)):
+            store.acquire("a")
+        assert store.place("a") == "disk"
+    assert torch.equal(store.acquire("a"), image(0))
+
+
+def test_more_memory_than_there_is_is_refused():
+    with pytest.raises(EngineError, match="not to be had"):
+        memory.allocate(1 << 60, pin=False)
 
 
 def test_a_pinned_image_is_never_evicted(store):
@@ -74,7 +180,10 @@ def test_what_is_being_read_for_a_wrong_guess_makes_room_for_what_is_needed(stor
     for seed, name in enumerate("abc"):
         put(store, name, seed)
     store.acquire("c")
+    store.prefetch("a")
+    disk_is_quiet(store)
     store.prefetch("a")  # in the place of b
+    assert store.place("b") == "disk"
     assert torch.equal(store.acquire("b"), image(1))
     assert store.place("a") == "disk"
 
