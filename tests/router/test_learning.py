@@ -89,6 +89,18 @@ class TestSharedPrefix:
         assert {c["iid"]: c.get("reused", 0) for c in shown} == {"a": 80, "b": 0}
         assert {c["iid"]: c["total_ms"] for c in shown} == {"a": 40.0, "b": 100.0}
 
+    def test_what_is_charged_is_what_will_be_computed_there(self):
+        rig = self.rig()
+        rig.placed("s2", prefix_id="sys", prefix_bytes=320)
+        assert rig.load[1] == 20, "a new session where the common prefix is"
+        rig = self.rig()
+        rig.view(rig.snapshot("a", status="draining"))
+        rig.complete(rig.placed("s2", prefix_id="sys", prefix_bytes=320), "s2", kv_tokens=80)
+        rig.later(2)
+        rig.view(rig.snapshot("b"))
+        assert rig.placed("s1", prefix_id="sys", prefix_bytes=320).iid == "b"
+        assert rig.load[1] == 20, "not less the 90 tokens that it left on another instance"
+
     def test_without_or_with_another_prefix_or_tenant_it_does_not(self):
         rig = self.rig()
         assert rig.placed("s2").iid == "b"

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from talaria_router.messages import Control, Controlled, Effect
+from talaria_common.ids import partition_of
+from talaria_router.messages import Control, Controlled, Effect, Gained, Lost
 from talaria_router.replicas import leader
 from tests.router.rig import M, Rig, model, only, outcome, seen
 
@@ -71,6 +72,21 @@ class TestOpening:
         verdict = outcome(rig.later(1.1))
         assert verdict.reason == "expired"
         assert "not opened" in verdict.error.message
+
+    def test_the_gain_does_not_depend_on_how_many_routers_share_the_demand(self):
+        """Half of the calls, seen by the owner of half of the partitions, open what all would have opened."""
+        for share in (1, 2, 4):
+            rig = Rig()
+            for p in range(256):
+                if p % share:
+                    rig.do(Lost(p))
+            mine = [s for n in range(200) if not partition_of("t", s := f"s{n}", M) % share]
+            full = rig.snapshot("b", (model(queued=64, running=8),))
+            rig.view(rig.snapshot("a", (model(state="cold", open_ms=30_000.0),)), full, full=True)
+            for session in mine[: 4 // share]:
+                assert said(rig) == []
+                rig.ask(session)
+            assert said(rig) == [("a", "open")], f"one of {share}"
 
     def test_a_place_that_comes_free_meanwhile_is_taken(self):
         rig = Rig()
@@ -167,11 +183,11 @@ class TestClosing:
         assert said(rig) == []
 
     def test_only_the_router_that_leads_the_model_closes(self):
-        from talaria_router.messages import Lost
-
         rig = self.pool()
         rig.do(Lost(leader(M)))
         assert self.idle(rig, 40) == []
+        rig.do(Gained(leader(M), 5000, may_hold=False))
+        assert self.idle(rig, 2) == [("a", "close")], "idle for long enough, whoever led it"
 
     def test_what_was_closed_is_not_opened_for_gain_at_once(self):
         rig = self.pool()

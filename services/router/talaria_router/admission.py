@@ -23,10 +23,10 @@ _MAX_PRESSURE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the router observed of one model, for Eq. 2."""
+    """What is known of the demand for one model, for Eq. 2."""
 
     arrivals_per_s: float = 0.0
-    reserved_returns: int = 0
+    reserved_returns: float = 0.0
 
 
 def check(call: Call, candidate: Candidate, place: Place, budget_ms: float) -> str:

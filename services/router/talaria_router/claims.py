@@ -44,7 +44,7 @@ class Hooks(NamedTuple):
     owns: Callable[[Gained | Lost], None]
     """A partition came or went."""
     hand_over: Callable[[int], Awaitable[None]]
-    """Write out what a partition's sessions still owe, before it is released."""
+    """Write out what a partition's sessions still owe: it is ours no more, and about to be released."""
 
 
 class Claims:
@@ -164,8 +164,9 @@ class Claims:
         key, value = partition_key(effect.partition), self.ownership.release(effect)
         try:
             async with self._writes:
-                await self._hooks.hand_over(effect.partition)
+                # First, so that nothing changes any more that would then have to be written too.
                 self._hooks.owns(Lost(effect.partition))
+                await self._hooks.hand_over(effect.partition)
                 revision = await self._bucket.update(key, value, effect.last)
         except BusError as e:
             log.debug("release refused", partition=effect.partition, error=e.message)

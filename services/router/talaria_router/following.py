@@ -5,7 +5,6 @@ from __future__ import annotations
 from sys import intern
 
 from talaria_common.clock import from_ms
-from talaria_common.ids import PARTITIONS
 from talaria_common.wire import ClusterView, Completion, Snapshot
 from talaria_router import asking
 from talaria_router.messages import Controlled, Dirty, Follow, Gained, Lost, Probed, Restored
@@ -141,11 +140,9 @@ def controlled(turn: Turn, message: Controlled) -> None:
 
 def _replicas(turn: Turn) -> None:
     state = turn.state
-    demands = {model: state.demand(model, turn.now) for model in state.arrivals}
-    for control in state.replicas.look(turn.now, demands, len(state.owned) / PARTITIONS):
-        if leader(control.model) in state.owned:
-            state.counts.commands[control.verb] += 1
-            turn.out.append(control)
+    for control in state.replicas.look(turn.now, state.demand, lambda model: leader(model) in state.owned):
+        state.counts.commands[control.verb] += 1
+        turn.out.append(control)
 
 
 def _off_the_load(state: RouterState, c: Completion) -> None:

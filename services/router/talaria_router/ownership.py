@@ -57,7 +57,7 @@ class TryClaim(NamedTuple):
 
 
 class TryRelease(NamedTuple):
-    """Write out what the partition's sessions still owe, stop routing (`Lost`), then claim for nobody over `last`."""
+    """Stop routing (`Lost`), write out what the partition's sessions still owe, then claim for nobody over `last`."""
 
     partition: int
     last: int

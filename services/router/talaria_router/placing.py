@@ -65,9 +65,7 @@ def place_on(turn: Turn, case: Case, best: Candidate, ranking: Ranking, lease: s
     """Place the call on the candidate `best`; `lease`: what became of its lease."""
     state, request = turn.state, case.ask.request
     via: RouteVia = "retry" if request.attempt else "cost" if state.policy.name == "talaria" else "policy"
-    tokens = best.prompt_tokens
-    if best.kv != "missing" and case.entry is not None:
-        tokens = max(1, tokens - case.entry.kv_tokens)
+    tokens = max(1, best.prompt_tokens - best.reused_tokens)
     place(turn, case, Target(best.iid, via, tokens, best.wait_ms + best.own_ms, best.state), lease, ranking)
 
 

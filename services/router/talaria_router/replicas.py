@@ -8,6 +8,8 @@ time, never the last one, and only if twice what its absence would cost stays be
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from talaria_common.ids import partition_of
 from talaria_common.wire import ModelState
 from talaria_router.admission import Demand, replica_gain_ms, replica_price_ms
@@ -73,11 +75,14 @@ class Replicas:
         elif control.verb == "close":
             self._closed[replica] = now + self._window_s
 
-    def look(self, now: float, demands: dict[str, Demand], owned: float) -> list[Control]:
-        """Follow what is under way and close what is idle. `demands`: of the models that were asked for.
+    def look(self, now: float, demand: Callable[[str, float], Demand], leads: Callable[[str], bool]) -> list[Control]:
+        """Follow what is under way and close what is idle.
 
-        Each model is one router's business: the one that owns a partition derived from its name. Its own share of the
-        demand stands for the whole: `owned` is the part of all partitions that is ours.
+        Args:
+            now: seconds.
+            demand: of a model at a time.
+            leads: whether a model is this router's to close: each is one router's (`leader`). How long replicas have
+                been idle is followed of all, for whoever comes to lead them.
         """
         for model, (iid, until) in list(self._opening.items()):
             instance = self._cluster.get(iid)
@@ -101,9 +106,9 @@ class Replicas:
                 replica = (iid, state.name)
                 seen.add(replica)
                 idle_s = now - self._idle_since.setdefault(replica, now)
-                demand = demands.get(state.name, Demand())
-                whole = Demand(demand.arrivals_per_s / max(owned, 1e-3), demand.reserved_returns)
-                if not out and idle_s >= self._config.replica_idle_s and self._spare(instance, state, whole, now):
+                if out or idle_s < self._config.replica_idle_s or not leads(state.name):
+                    continue
+                if self._spare(instance, state, demand(state.name, now), now):
                     # One at a time, and the same one not at once again: the next snapshots may judge otherwise.
                     out.append(Control(iid, "close", state.name))
                     self._idle_since[replica] = now

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from talaria_common.ids import PARTITIONS
 from talaria_router.admission import Demand
 from talaria_router.board import Boards
 from talaria_router.calls import Calls, Waiting
@@ -126,10 +127,14 @@ class RouterState:
         found.add(now, self.config.control_window_s)
 
     def demand(self, model: str, now: float) -> Demand:
-        """Eq. 2's demand for `model`: arrivals seen and returns reserved."""
+        """Eq. 2's demand for `model`, of all routers: what this one sees of it stands for the partitions of the others.
+
+        Arrivals seen and returns reserved. Nothing is seen of partitions that are not ours.
+        """
         arrivals = self.arrivals.get(model)
         rate = arrivals.per_s(now, self.config.control_window_s) if arrivals else 0.0
-        return Demand(rate, self.overlay.leases_of(model))
+        whole = PARTITIONS / max(1, len(self.owned))
+        return Demand(rate * whole, self.overlay.leases_of(model) * whole)
 
 
 class Turn:

@@ -64,8 +64,7 @@ class SessionWriter:
             batch = keys[start : start + AT_ONCE]
             for key in batch:
                 self._dirty.pop(key, None)
-            done = await asyncio.gather(*(self._write(key) for key in batch))
-            failed = [key for key, ok in zip(batch, done, strict=True) if not ok]
+            failed = await self._write([key for key in batch if self._ours(key)])
             for key in failed:
                 self._dirty.setdefault(key)
                 self._recent.discard(key)
@@ -75,16 +74,21 @@ class SessionWriter:
                 return
 
     async def hand_over(self, partition: int) -> None:
-        """Write what is dirty in one partition, which is about to be another's. What fails is lost to it."""
+        """Write what is dirty in one partition, which was ours until now. What fails is lost to the next owner.
+
+        The records are those of this moment, whatever is learnt while they are being written.
+        """
         keys = [key for key in self._dirty if int(key[:8], 16) % PARTITIONS == partition]
         for key in keys:
             del self._dirty[key]
-        await asyncio.gather(*(self._write(key) for key in keys))
+        await self._write(keys)
 
-    async def _write(self, key: str) -> bool:
-        if not self._ours(key):
-            return True
-        record = self._record(key)
+    async def _write(self, keys: list[str]) -> list[str]:
+        """Write the records as they are now; returns the keys that failed."""
+        done = await asyncio.gather(*[self._put(key, self._record(key)) for key in keys])
+        return [key for key, ok in zip(keys, done, strict=True) if not ok]
+
+    async def _put(self, key: str, record: SessionRecord | None) -> bool:
         try:
             if record is None:
                 await self._bucket.delete(key)
