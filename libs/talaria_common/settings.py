@@ -142,6 +142,9 @@ class InstanceSettings(_Section):
     models: tuple[ModelName, ...] = Field(min_length=1, description="models it serves, from [models]")
     kv_tokens: int = Field(4096, ge=64, description="device KV rows per model")
     buffer_mib: int | None = Field(None, ge=1, description="device buffer; default: just what weights and KV need")
+    mem_fraction_bump: float = Field(
+        0.8, gt=0, le=1, description="share of a GPU's memory that the device buffer may take; more is refused at start"
+    )
     tp: int = Field(
         1, ge=1, le=64, description="ranks (tensor parallelism): processes, on CUDA with the devices from `device` on"
     )

@@ -89,6 +89,8 @@ class SglangEngine:
         self._serial = 0
         if buffer_bytes is None:
             buffer_bytes = opening.estimate_bytes(models, kv_tokens, page_size, max_running)
+        if self._device.type == "cuda":
+            memory.check_share(buffer_bytes, torch.cuda.get_device_properties(self._device).total_memory)
         self._buffer = torch.zeros(buffer_bytes, dtype=torch.uint8, device=self._device)
         self._switcher = Switcher(self._buffer, memory, poison=poison, ranks=ranks)
         self._host_kv = None if host_kv is None else _host_kv(host_kv, self._device, self._recompute_cost, ranks)

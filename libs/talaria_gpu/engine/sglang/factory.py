@@ -84,6 +84,7 @@ def memory_options(instance: InstanceSettings) -> MemoryOptions:
         d2d_bytes_per_s=d2d * 1e9 if emulated and d2d else None,
         host_weights_bytes=None if instance.host_weights_mib is None else instance.host_weights_mib * MIB,
         weights_dir=Path(instance.host_weights_dir) if instance.host_weights_dir else None,
+        mem_fraction=instance.mem_fraction_bump,
         canary_every=every[instance.canary] if isinstance(instance.canary, str) else instance.canary,
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from talaria_common.errors import EngineError
+
 SGLANG_VERSION = "0.5.23"
 """The only release this adapter knows: internals move between releases."""
 
@@ -36,8 +38,20 @@ class MemoryOptions:
     """Bound of the host images; None: all stay on the host."""
     weights_dir: Path | None = None
     """For images that do not fit the bound; None: the system's temporary directory."""
+    mem_fraction: float = 0.8
+    """Share of a GPU's memory that the buffer may take (5.6); the rest is for activations, graphs and workspaces."""
     canary_every: int = 0
     """A golden-token canary runs at every so many switches; 0: never."""
+
+    def check_share(self, buffer_bytes: int, device_bytes: int) -> None:
+        """Raise EngineError if the buffer takes more than `mem_fraction` of a device of so many bytes."""
+        if buffer_bytes > self.mem_fraction * device_bytes:
+            gib = 1 << 30
+            raise EngineError(
+                f"the device buffer of {buffer_bytes / gib:.2f} GiB is {buffer_bytes / device_bytes:.0%} of the "
+                f"device's {device_bytes / gib:.2f} GiB, and mem_fraction_bump allows {self.mem_fraction:.0%}. Set "
+                "kv_tokens or buffer_mib lower, tp higher, or mem_fraction_bump higher if that leaves activations room"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

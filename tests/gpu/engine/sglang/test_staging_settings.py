@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from talaria_common.errors import EngineError
 from talaria_common.settings import InstanceSettings, SettingsError, parse
 from talaria_gpu.engine.sglang.factory import memory_options
 
@@ -30,6 +31,13 @@ def test_cold_instances_stage_where_there_is_a_link_and_others_have_nothing_to_s
 @pytest.mark.parametrize(("key", "every"), [("off", 0), ("always", 1), (5, 5)])
 def test_the_canary_key(key, every):
     assert memory_options(instance(canary=key)).canary_every == every
+
+
+def test_a_buffer_beyond_its_share_of_the_device_is_refused_with_the_arithmetic():
+    options = memory_options(instance(mem_fraction_bump=0.5))
+    options.check_share(40 << 30, 80 << 30)
+    with pytest.raises(EngineError, match=r"41\.00 GiB is 51% of the device's 80\.00 GiB.*allows 50%"):
+        options.check_share(41 << 30, 80 << 30)
 
 
 def test_a_wrong_canary_is_refused():
