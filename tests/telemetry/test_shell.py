@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from talaria_common import subjects
-from talaria_common.bus import Bus
+from talaria_common.bus import Bus, MemoryBus, MemoryHub
 from talaria_common.clock import SystemClock, to_ms
 from talaria_common.settings import parse
 from talaria_common.wire import ClusterView, Completion, Event, ModelState, Presence, Snapshot, decode, encode
@@ -55,7 +55,7 @@ class World:
         picture: dict[str, Any] = {}
         for data in self.views.data:
             view = decode(data, ClusterView)
-            picture = {} if view.full else picture
+            picture = {i: v for i, v in picture.items() if not view.full or i in view.members}
             picture |= {v.snapshot.iid: v for v in view.instances}
             for iid in view.removed:
                 picture.pop(iid, None)
@@ -127,6 +127,27 @@ async def test_completions_add_up(world: World):
     await world.theirs.publish(subjects.completion("cold-0"), encode(c))
     line = 'talaria_cached_tokens_total{instance="cold-0",model="m",source="device"} 60.0'
     await until(lambda: line in generate_latest(world.registry).decode())
+
+
+async def test_what_the_bus_does_not_carry_goes_out_in_pages_and_ends_nothing() -> None:
+    hub = MemoryHub(max_payload_bytes=1 << 16)
+    world = World(MemoryBus(hub), MemoryBus(hub))
+    await world.theirs.subscribe(subjects.CLUSTER, world.views)
+    await world.shell.start()
+    try:
+        for n in range(400):
+            await world.speak(world.snapshot(f"cold-{n:04}"))
+        await until(lambda: len(world.last()) == 401)  # and the configured one
+        room = (1 << 16) - len(encode(world.snapshot("huge")))
+        await world.speak(world.snapshot("huge", reason="x" * (room - 30)))  # as a part of a view it is too large
+        count = len(world.views.data)
+        await until(lambda: "huge" in world.shell.core.instances)
+        await world.views.wait(count + 20)
+        assert "huge" not in world.last()
+        assert len(world.last()) == 401, "the others are told of none the less"
+        assert not world.shell.failed.is_set()
+    finally:
+        await world.shell.close()
 
 
 async def test_versions_rise_by_one(world: World):

@@ -113,7 +113,11 @@ class InstanceView(Wire, frozen=True, kw_only=True):
 
 
 class ClusterView(Wire, frozen=True, kw_only=True):
-    """The aggregated view. A delta carries the instances that changed; `full` carries all."""
+    """The aggregated view. A delta carries the instances that changed; `full` carries all.
+
+    One that would not fit in a message goes out in pages, each with its own version: deltas, and for a full view at the
+    end a full one that names its `members`.
+    """
 
     telemetry: str
     epoch: str
@@ -122,3 +126,5 @@ class ClusterView(Wire, frozen=True, kw_only=True):
     full: bool = True
     instances: tuple[InstanceView, ...] = ()
     removed: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
+    """Ids of all instances, on the last page of a full view; empty: `instances` are all of them."""

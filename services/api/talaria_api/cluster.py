@@ -30,6 +30,9 @@ class Cluster:
     def __init__(self, stale_after_s: float) -> None:
         self._stale_after_s = stale_after_s
         self._instances: dict[str, InstanceView] = {}
+        self._next: dict[str, InstanceView] = {}
+        """Of another telemetry life (`_next_epoch`), until it says who is there."""
+        self._next_epoch = ""
         self._epoch = ""
         self._version = -1
         self._heard_at: float | None = None
@@ -39,16 +42,27 @@ class Cluster:
         if view.epoch == self._epoch and view.version < self._version:
             return []
         if view.epoch != self._epoch and not view.full:
-            # The first message of a new telemetry life that we understand is a full one; a delta alone would mix lives.
+            # What counts of a new telemetry life begins with a full view; a delta alone would mix lives.
+            if view.epoch != self._next_epoch:
+                self._next, self._next_epoch = {}, view.epoch
+            self._next.update({i.snapshot.iid: i for i in view.instances})
             self._heard_at = now
             return []
         self._heard_at, self._epoch, self._version = now, view.epoch, view.version
         if view.full:
-            self._instances = {}
+            self._full(view)
         self._instances.update({i.snapshot.iid: i for i in view.instances})
         for iid in view.removed:
             self._instances.pop(iid, None)
         return [i for i in view.instances if i.health == "gone"]
+
+    def _full(self, view: ClusterView) -> None:
+        """Who is there: the others go. The last page names them, and most of them were on the pages before it."""
+        if view.epoch == self._next_epoch:
+            self._instances.update(self._next)
+        self._next, self._next_epoch = {}, ""
+        members = set(view.members)
+        self._instances = {iid: i for iid, i in self._instances.items() if iid in members}
 
     def fresh(self, now: float) -> bool:
         """Whether telemetry was heard of lately."""

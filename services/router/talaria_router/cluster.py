@@ -111,14 +111,14 @@ class Cluster:
         follows = view.epoch == source.epoch and view.version == source.version + 1
         if view.epoch == source.epoch and not follows:
             self.gaps += view.version - source.version - 1
-        source.synced = view.full or (source.synced and follows)
         source.epoch, source.version, source.heard_at = view.epoch, view.version, now
         self.version = view.version
         self._last_view = self._last_heard = now
         taken = [v.snapshot.iid for v in view.instances if self._take(now - v.age_ms / 1000, v.snapshot, v, now)]
         removed = list(view.removed)
+        here = set(view.members) or {v.snapshot.iid for v in view.instances}
+        source.synced = here <= self._instances.keys() if view.full else source.synced and follows
         if view.full:
-            here = {v.snapshot.iid for v in view.instances}
             late = self._heartbeat_s * self._missed
             removed += [i for i, known in self._instances.items() if i not in here and now - known.seen_at > late]
         gone = [iid for iid in removed if self._remove(iid)]

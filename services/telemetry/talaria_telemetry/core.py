@@ -10,6 +10,7 @@ from talaria_common.freshness import GATHER_HEARTBEATS
 from talaria_common.wire import ClusterView, Event, Snapshot
 from talaria_telemetry.instances import Expected, Instance, awaited
 from talaria_telemetry.messages import Announce, Beat, Effect, Emit, Input, Present, Publish
+from talaria_telemetry.pages import paged
 
 FORGET_AFTER_S = 60.0
 """An instance that nobody expects is forgotten after this much silence."""
@@ -67,7 +68,7 @@ class TelemetryCore:
         if isinstance(message, Snapshot):
             self._snapshot(now, message, out)
         elif isinstance(message, Beat):
-            self._beat(now, out)
+            self._beat(now, message.page_bytes, out)
         elif isinstance(message, Present):
             self._presence(now, message, out)
         else:
@@ -109,7 +110,7 @@ class TelemetryCore:
         self._event(now, known, "left", {}, out)
         self._remove(iid)
 
-    def _beat(self, now: float, out: list[Effect]) -> None:
+    def _beat(self, now: float, page_bytes: int | None, out: list[Effect]) -> None:
         self._beats += 1
         for iid, expected in {**self._present, **self._configured}.items():
             if iid not in self.instances:
@@ -126,18 +127,19 @@ class TelemetryCore:
         gathered = now - self._began >= GATHER_HEARTBEATS * self._heartbeat_s
         self._full_due = self._full_due or self._beats % self._full_every == 0
         full = gathered and self._full_due
-        self.version += 1
         views = tuple(i.view(now) for i in self.instances.values() if full or i.changed)
         view = ClusterView(
             telemetry=self.name,
             epoch=self.epoch,
-            version=self.version,
+            version=self.version + 1,
             at_ms=to_ms(now),
             full=full,
             instances=views,
             removed=tuple(self._removed),
         )
-        out.append(Publish(view))
+        pages = [view] if page_bytes is None else paged(view, page_bytes)
+        self.version = pages[-1].version
+        out += map(Publish, pages)
         for instance in self.instances.values():
             instance.changed = False
         self._removed = []

@@ -17,6 +17,9 @@ class Present(NamedTuple):
 class Beat(NamedTuple):
     """A heartbeat's time has passed: judge everyone's age, publish a view."""
 
+    page_bytes: int | None = None
+    """Most of one message; None: no bound."""
+
 
 class Announce(NamedTuple):
     """Somebody may have missed something (the bus was away): the next view is a full one."""

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from talaria_common import subjects
 from talaria_common.bus import Bus, Message, Subscription
 from talaria_common.clock import Clock
-from talaria_common.errors import BusError
+from talaria_common.errors import BusError, TalariaError
 from talaria_common.settings import Settings
 from talaria_common.tasks import end
 from talaria_common.ticker import every
@@ -22,6 +22,7 @@ from talaria_telemetry.core import TelemetryCore
 from talaria_telemetry.instances import Expected
 from talaria_telemetry.messages import Announce, Beat, Input, Present, Publish
 from talaria_telemetry.metrics import CompletionMetrics, InstanceCollector
+from talaria_telemetry.pages import page_bytes
 
 log = structlog.get_logger(__name__)
 
@@ -154,7 +155,7 @@ class TelemetryShell:
 
     def _beat(self) -> None:
         if self._bus.connected:
-            self._handle(Beat())
+            self._handle(Beat(page_bytes(self._bus.max_payload_bytes)))
         else:
             # Nobody can be heard, so nobody is judged; and a view would be delivered later, with ages that are lies.
             self._unsaid = True
@@ -186,6 +187,8 @@ class TelemetryShell:
                 await self._bus.publish(subject, data)
             except BusError as e:
                 log.debug("not sent", subject=subject, error=e.message)
+            except TalariaError as e:
+                log.warning("not sent", subject=subject, bytes=len(data), error=e.message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
