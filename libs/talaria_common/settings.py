@@ -140,6 +140,11 @@ class InstanceSettings(_Section):
     )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     models: tuple[ModelName, ...] = Field(min_length=1, description="models it serves, from [models]")
+    open: tuple[ModelName, ...] | None = Field(
+        None,
+        description="those of `models` that it has open from the start; the others are opened when somebody asks for "
+        "them (Eq. 2), or by hand; default: all",
+    )
     kv_tokens: int = Field(4096, ge=64, description="device KV rows per model")
     buffer_mib: int | None = Field(None, ge=1, description="device buffer; default: just what weights and KV need")
     mem_fraction_bump: float = Field(
@@ -200,6 +205,16 @@ class InstanceSettings(_Section):
     def _hot_has_one(self) -> InstanceSettings:
         if self.pool == "hot" and len(self.models) != 1:
             raise ValueError(f"a hot instance pins exactly one model, not {len(self.models)}")
+        return self
+
+    @model_validator(mode="after")
+    def _open_ones_are_known(self) -> InstanceSettings:
+        if self.open is None:
+            return self
+        if unknown := [name for name in self.open if name not in self.models]:
+            raise ValueError(f"open names {', '.join(unknown)}, which models does not")
+        if not self.open or self.pool == "hot":
+            raise ValueError("open needs a model at least, and is for cold instances: a hot one has its model open")
         return self
 
 

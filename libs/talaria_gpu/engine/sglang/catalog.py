@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -65,14 +65,14 @@ class Catalog:
         except KeyError:
             raise ModelNotFoundError(f"model {name!r} is not open here", param="model") from None
 
-    def build_all(self) -> None:
-        """Open every model whose files are whole. Raises EngineError if none is, or if one does not fit."""
-        damaged = {name: problem for name, spec in self._specs.items() if (problem := _damage(spec))}
+    def build_all(self, names: Collection[str]) -> None:
+        """Open those of the models whose files are whole. Raises EngineError if none is, or if one does not fit."""
+        damaged = {name: problem for name in names if (problem := _damage(self._specs[name]))}
         for name, problem in damaged.items():
             self._progress(f"{name} cannot be opened: {problem}")
-        if len(damaged) == len(self._specs):
+        if len(damaged) == len(names):
             raise EngineError("; ".join(damaged.values()))
-        for name in self._specs:
+        for name in names:
             if name not in damaged:
                 self.build(name)
 

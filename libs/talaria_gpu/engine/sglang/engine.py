@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from random import Random
@@ -54,6 +54,7 @@ class SglangEngine:
         meeting: a file, made by nobody, where several ranks find each other.
         poison: for tests: overwrite all but the weights with garbage at every switch, so that reading stale bytes
             shows, and end with an error when a call's counts do not add up.
+        initially: which of the models to open now; None: all.
         progress: told what is being done, in words.
 
     Raises:
@@ -77,6 +78,7 @@ class SglangEngine:
         ranks: Ranks = Alone(),  # noqa: B008 - has no state
         meeting: Path | None = None,
         poison: bool = False,
+        initially: Sequence[str] | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         if threads is not None:
@@ -118,7 +120,7 @@ class SglangEngine:
             progress=progress,
         )
         self._models = self._catalog.models
-        self._catalog.build_all()
+        self._catalog.build_all(list(models) if initially is None else initially)
 
     # --- what is open
 

@@ -64,6 +64,7 @@ def build(
         "memory": memory_options(instance),
         "host_kv": host_kv_options(instance),
         "poison": poison,
+        "initially": instance.open,
     }
     if instance.tp > 1:
         return RankedEngine(instance.tp, options, progress)

@@ -65,8 +65,13 @@ def test_build_makes_an_engine_from_settings(paths):
 
     settings = parse(
         {
-            "models": {MLA: {"source": "tiny-mla", "dtype": "float32", "context_tokens": 256}},
-            "instances": [{"id": "cold-0", "models": [MLA], "kv_tokens": 640, "page_size": 1, "threads": 1}],
+            "models": {
+                MLA: {"source": "tiny-mla", "dtype": "float32", "context_tokens": 256},
+                QWEN3: {"source": "tiny-qwen3", "dtype": "float32", "context_tokens": 256},
+            },
+            "instances": [
+                {"id": "cold-0", "models": [QWEN3, MLA], "open": [MLA], "kv_tokens": 640, "page_size": 1, "threads": 1}
+            ],
         }
     )
     said: list[str] = []
@@ -78,6 +83,9 @@ def test_build_makes_an_engine_from_settings(paths):
     assert info.eos_token_ids == (2,)
     assert said[0] == "importing SGLang"
     assert MLA in said[-1]
+    assert set(engine.models()) == {MLA}
+    assert opened(engine, QWEN3)
+    assert set(engine.models()) == {MLA, QWEN3}
     engine.close()
 
 
@@ -147,7 +155,7 @@ def opened(engine, model):
     """Ask until it is open."""
     for _ in range(1000):
         if engine.open_model(model):
-            return
+            return True
         if (reading := engine._catalog.reading.get(model)) is not None:
             reading.exception()  # which waits
     raise AssertionError("it was not opened")
