@@ -11,7 +11,7 @@ from talaria_common.errors import (
     UnavailableError,
 )
 from talaria_common.wire import Completion, ControlRequest, SeenPlacements, Snapshot, TokenBatch
-from talaria_gpu.engine.contract import ModelLoad, StepResult, StepTokens, SwitchTiming
+from talaria_gpu.engine.contract import ModelLoad, Staged, StepResult, StepTokens, SwitchTiming
 from talaria_gpu.engine.ipc import Close, Closed, Fatal, Open, Opened, Progress, Refused, SlotEnded, Stepped, Switched
 from talaria_instance import messages as m
 
@@ -523,6 +523,23 @@ def test_a_snapshot_tells_what_the_host_keeps(rig):
     rig.tell(m.Tick())
     for model in rig.snapshot.models:
         assert (model.host_kv_tokens, model.restore_ms_per_token) == (640, 0.25)
+
+
+def test_a_snapshot_tells_what_calls_hold_and_what_is_staged(rig, build, key):
+    """Of the active model the engine knows; of one that is not, its suspended calls come back with what they had."""
+    load = ModelLoad(waiting=0, running=1, waiting_tokens=0, kv_used_tokens=500, kv_epoch=0, kv_held_tokens=120)
+    rig.forward(key.rid)
+    rig.forward(build.rid(2), seq=2)
+    rig.give(key, "xy")
+    both = dict.fromkeys(("alpha", "beta"), load)
+    rig.status(active="alpha", loads=both, staged=Staged("beta", 4), switch_now_ms={"beta": 60.0})
+    rig.tell(m.Tick())
+    alpha, beta = rig.snapshot.models
+    assert (alpha.kv_held_tokens, alpha.staged, alpha.switch_now_ms) == (120, 0.0, 0.0)
+    assert (beta.kv_held_tokens, beta.staged, beta.switch_now_ms) == (0, 0.4, 60.0)
+    rig.status(active="beta", loads=both)
+    rig.tell(m.Tick())
+    assert [model.kv_held_tokens for model in rig.snapshot.models] == [22, 120], "a prompt of 20 and two tokens"
 
 
 def test_a_snapshot_in_full(rig, build, key):

@@ -40,6 +40,12 @@ class ModelState(Wire, frozen=True, kw_only=True):
     """Measured time to restore KV from host, EWMA; 0 while nothing was measured."""
     host_kv_tokens: Int = 0
     """Tokens of its prefixes in host memory."""
+    kv_held_tokens: Int = 0
+    """Rows that its running and suspended calls need: they cannot be evicted, unlike the rest of `kv_used_tokens`."""
+    staged: Float = 0.0
+    """Share of its weights that lies staged on the device now, 0..1 (3.5)."""
+    switch_now_ms: Float = 0.0
+    """Predicted time to make it active from host now, what is staged counted; 0 while nothing was measured."""
 
 
 class SeenPlacements(Wire, frozen=True, kw_only=True):

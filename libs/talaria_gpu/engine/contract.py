@@ -211,6 +211,17 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens of prefixes in host memory."""
     restore_ms_per_token: float = 0.0
     """Measured, EWMA; 0 while nothing was."""
+    kv_held_tokens: int = 0
+    """Of `kv_used_tokens`: what cannot be evicted, for calls need it."""
+
+
+class Staged(NamedTuple):
+    """What lies staged on the device now (3.5), of one rank."""
+
+    model: str = ""
+    """"": nothing is being staged."""
+    bytes: int = 0
+    """Of its weights; what was staged and overwritten since does not count."""
 
 
 class SwitchFailedError(EngineError):
@@ -306,6 +317,11 @@ class Engine(Protocol):
     @property
     def staging_slack_bytes(self) -> int:
         """Bytes that a next model's weights could take now without evicting KV (3.5); 0 where nothing is staged."""
+        ...
+
+    @property
+    def staged(self) -> Staged:
+        """What a switch would find staged if it came now."""
         ...
 
     def open_model(self, model: str) -> bool:

@@ -225,6 +225,7 @@ class SlotDriver:
     def status(self) -> Status:
         """What the heartbeat says."""
         now, estimates, plan = self._clock.now(), self._scheduler.estimates, self._scheduler.plan
+        staged = self._engine.staged
         return Status(
             active=self._engine.active,
             loads={model: self._engine.load(model) for model in self._engine.models()},
@@ -237,6 +238,8 @@ class SlotDriver:
             idle_checked=self._idle_checked,
             restore_ms_per_token=estimates.restore_ms_per_token,
             staging_slack_bytes=self._engine.staging_slack_bytes,
+            staged=staged,
+            switch_now_ms=estimates.switch_now_ms({staged.model: staged.bytes}),
             at_risk=self._scheduler.at_risk(now),
             round_planned_ms=plan.round_ms if plan else 0.0,
             infeasible=",".join(plan.infeasible) if plan else "",

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from talaria_common.errors import ErrorInfo
-from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, StepResult, SwitchTiming
+from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, Staged, StepResult, SwitchTiming
 
 
 class _Ipc(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -184,6 +184,9 @@ class Status(_Ipc, frozen=True, kw_only=True):
     """EWMA of measured restores from host, by model."""
     staging_slack_bytes: int = 0
     """What a next model's weights could take on the device now without evicting KV (3.5)."""
+    staged: Staged = Staged()
+    switch_now_ms: dict[str, float] = {}
+    """Predicted time of a switch to each model if it came now, what is staged counted; not of models that had none."""
     at_risk: int = 0
     """Waiting calls whose first token is predicted after T_TTFT or after their deadline."""
     round_planned_ms: float = 0.0

@@ -5,12 +5,16 @@ Fed with measured steps, restores and switches only; what was never measured is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from talaria_gpu.engine.contract import StepResult
 
 _ALPHA = 0.2
 _FADE = 0.9
 TYPICAL_TOKENS = 512
 """A prefill of this size stands for all where one figure per token is asked for."""
+LEAST_SWITCH_MS = 1.0
+"""While all switches seen were alike, a line says that one of which all is staged takes no time."""
 
 
 class Ewma:
@@ -164,6 +168,11 @@ class Estimates:
         """What staging all of `model` takes off the switch to it, about as long as staging itself takes; 0: unknown."""
         line = self._reload.get(model)
         return line.at(self._weights[model]) - line.at(0) if line else 0.0
+
+    def switch_now_ms(self, staged_bytes: Mapping[str, int]) -> dict[str, float]:
+        """A switch to each model that had one, of whose weights so many bytes are staged, and the rest is loaded."""
+        left = {m: max(0, weights - staged_bytes.get(m, 0)) for m, weights in self._weights.items()}
+        return {m: max(LEAST_SWITCH_MS, line.at(left[m])) for m, line in self._reload.items()}
 
     # --- as reported
 

@@ -71,7 +71,8 @@ class Call:
     def load(self, fresh_tokens: int) -> CallLoad:
         """For the snapshot; `fresh_tokens`: of the prompt, as expected to be computed."""
         left = max(0, self.max_new_tokens - self.completion_tokens)
-        return CallLoad(self.head.model, bool(self.first_token), fresh_tokens, left, self.deadline)
+        rows = self.prompt_tokens + self.completion_tokens
+        return CallLoad(self.head.model, bool(self.first_token), fresh_tokens, left, self.deadline, rows)
 
     def completion(self, now: float, iid: str, epoch: str, kv_epoch: int, *, ok: bool) -> Completion:
         """The completion hook's message.

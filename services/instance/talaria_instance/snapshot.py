@@ -23,6 +23,8 @@ class CallLoad(NamedTuple):
     tokens_left: int
     deadline: float
     """Seconds."""
+    rows: int = 0
+    """KV rows that it needs to go on: its prompt's and its answer's so far."""
 
 
 class Identity(NamedTuple):
@@ -87,6 +89,8 @@ def _model(name: str, engine: EngineState, calls: list[CallLoad]) -> ModelState:
     else:
         state = "active" if status and status.active == name else "host"
     queued = [c for c in calls if not c.running]
+    held = sum(c.rows for c in calls if c.running)  # of a model that is not active: suspended calls come back
+    staged = status.staged.bytes if status and status.staged.model == name else 0
     return ModelState(
         name=name,
         state=state,
@@ -106,6 +110,9 @@ def _model(name: str, engine: EngineState, calls: list[CallLoad]) -> ModelState:
         max_running=info.max_running if info else 0,
         weight_bytes=info.weight_bytes if info else 0,
         open_ms=engine.open_ms.get(name, 0.0),
+        kv_held_tokens=load.kv_held_tokens if load and state == "active" else held,
+        staged=min(1.0, staged / info.weight_bytes) if info and info.weight_bytes else 0.0,
+        switch_now_ms=status.switch_now_ms.get(name, 0.0) if status else 0.0,
     )
 
 

@@ -209,6 +209,22 @@ class TestStaging:
         slow = self.busy(substrate(h2d_bytes_per_s=20e6))
         assert {t.path for t in slow[1:]} == {"partial"}
 
+    def test_what_is_staged_is_told_and_what_calls_hold(self) -> None:
+        rig = Rig(substrate(h2d_bytes_per_s=20e6), 40_000, SlotConfig(400.0, 400.0, suspends=True))
+        rig.submit("a", [1] * 500, new=120)
+        rig.submit("b", [2] * 500, model="b", new=120)
+        rig.rest(rig.clock.now() + 0.3)
+        assert rig.engine.active == "a"
+        model, staged = rig.engine.staged
+        assert model == "b"
+        assert 0 < staged < WEIGHTS
+        load = rig.engine.load("a")
+        assert 500 <= load.kv_held_tokens <= 620
+        rig.rest()
+        assert rig.engine.staged == ("", 0)
+        load = rig.engine.load(rig.engine.active)
+        assert load.kv_held_tokens == 0 < load.kv_used_tokens, "prefixes could be evicted"
+
     def test_calls_take_pages_back(self) -> None:
         """A call whose KV grows into staged pages makes chunks dirty."""
         rig = Rig(

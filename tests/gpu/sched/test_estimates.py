@@ -39,3 +39,14 @@ def test_noise_never_gives_a_negative_slope_or_overhead() -> None:
         line.add(tokens, ms)
     assert line.at(1) >= 0
     assert line.at(1000) >= line.at(1)
+
+
+def test_a_switch_now_costs_what_is_not_staged() -> None:
+    """10 ms and 0.1 ms a byte of what is loaded."""
+    estimates = Estimates()
+    for loaded in (1000, 0, 500):
+        estimates.switch("m", 10 + loaded / 10, loaded_bytes=loaded, weight_bytes=1000)
+    assert estimates.switch_now_ms({})["m"] == pytest.approx(110, rel=0.01)
+    assert estimates.switch_now_ms({"m": 800})["m"] == pytest.approx(30, rel=0.01)
+    estimates.switch("alike", 50.0, loaded_bytes=1000, weight_bytes=1000)
+    assert estimates.switch_now_ms({"alike": 1000})["alike"] > 0, "0 would say that nothing is known"

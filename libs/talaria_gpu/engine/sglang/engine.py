@@ -18,6 +18,7 @@ from talaria_gpu.engine.contract import (
     ModelInfo,
     ModelLoad,
     PrefixState,
+    Staged,
     StepResult,
     StepTokens,
     SwitchFailedError,
@@ -32,6 +33,7 @@ from talaria_gpu.engine.sglang.switching import Switcher
 from talaria_gpu.hkvr.agreement import Alone, RankLostError, Ranks
 from talaria_gpu.hkvr.records import Stats
 from talaria_gpu.hkvr.store import HostKv
+from talaria_gpu.staging.chunks import State
 from talaria_gpu.staging.stager import Stager
 
 
@@ -326,6 +328,12 @@ class SglangEngine:
         """See the contract."""
         return 0 if self._active is None else self._switcher.slack_bytes(self._models[self._active])
 
+    @property
+    def staged(self) -> Staged:
+        """See the contract."""
+        stager = self._switcher.stager
+        return Staged() if stager is None else Staged(stager.model, stager.bytes_in(State.CLEAN))
+
     # --- opening and closing at run time
 
     def open_model(self, model: str) -> bool:
@@ -392,12 +400,13 @@ class SglangEngine:
         scheduler = opened.scheduler
         queued = scheduler.queued()
         with _inside(opened):
-            free = scheduler.token_to_kv_pool_allocator.available_size()
+            free, spare = scheduler.token_to_kv_pool_allocator.available_size(), scheduler.free_tokens
         return ModelLoad(
             waiting=len(queued),
             running=self.running(model),
             waiting_tokens=sum(len(r.origin_input_ids) + len(r.output_ids) for r in queued),
             kv_used_tokens=opened.info.kv_capacity_tokens - free if model == self._active else 0,
+            kv_held_tokens=max(0, opened.info.kv_capacity_tokens - spare) if model == self._active else 0,
             kv_epoch=opened.kv_epoch,
             cached_sessions=len(opened.sessions - {""}),
             host_kv_tokens=opened.residence.host_tokens,

@@ -123,10 +123,11 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
         half = self.chunked_req
         if half is not None:
             needed += len(half.origin_input_ids) + len(half.output_ids) - half.extend_end + self.page_size
-        return self._free_tokens - int(needed)
+        return self.free_tokens - int(needed)
 
     @property
-    def _free_tokens(self) -> int:
+    def free_tokens(self) -> int:
+        """KV rows that are free or could be evicted."""
         tree = self.tree_cache
         evictable = tree.full_evictable_size() if tree.supports_mamba() else tree.evictable_size()
         return int(self.token_to_kv_pool_allocator.available_size() + evictable)
@@ -281,7 +282,7 @@ class SlotScheduler(Scheduler):  # type: ignore[misc]  # SGLang is untyped here
             return True
         have, page = half.extend_end, self.page_size
         end = min(have + self.chunked_prefill_size, len(half.origin_input_ids) + len(half.output_ids))
-        return bool((-(-end // page) - -(-have // page)) * page <= self._free_tokens)
+        return bool((-(-end // page) - -(-have // page)) * page <= self.free_tokens)
 
     def update_running_batch(self, batch: Any) -> Any:
         """SGLang's; but first a half prefilled request gives its rows to running ones that lack their next.

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from talaria_common.clock import Clock
 from talaria_common.errors import BadRequestError, ContextLengthError, EngineError, ModelNotFoundError
 from talaria_common.settings import InstanceSettings
-from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, PrefixState, StepResult, SwitchTiming
+from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, PrefixState, Staged, StepResult, SwitchTiming
 from talaria_gpu.engine.sim.device import Device, FlatDevice
 from talaria_gpu.engine.sim.flight import Flight, cut, decode
 from talaria_gpu.engine.sim.pool import SimCall, SimPool
@@ -210,6 +210,11 @@ class SimEngine:
     def staging_slack_bytes(self) -> int:
         """The gap, and KV that nothing holds; 0 where nothing is staged."""
         return 0 if self._kept is None or self._active is None else self._kept.slack_bytes(self._active)
+
+    @property
+    def staged(self) -> Staged:
+        """See the contract."""
+        return Staged() if self._kept is None else self._kept.staged
 
     def open_model(self, model: str) -> bool:
         """Open it, at once. Raises ModelNotFoundError."""

@@ -369,6 +369,7 @@ class SimPool:
             running=len(self.running) if active else 0,
             waiting_tokens=sum(c.length for c in self.waiting.values()),
             kv_used_tokens=self.used if active else 0,
+            kv_held_tokens=self._capacity - self.available if active else 0,
             kv_epoch=self.epoch,
             cached_sessions=len(self._sessions),
             host_kv_tokens=host_kv_tokens,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from talaria_gpu.engine.contract import SwitchTiming
+from talaria_gpu.engine.contract import Staged, SwitchTiming
 from talaria_gpu.engine.sim.device import Device, ModelSpec, Substrate
 from talaria_gpu.engine.sim.host import STREAM as KV
 from talaria_gpu.engine.sim.host import SimHost
@@ -156,6 +156,11 @@ class SimSubstrate:
         source, target = self._specs[active], self._specs[model]
         staging = Staging(model, self._figures, source, target, self._pools[active].used, self._h2d, now)
         self.staging = None if staging.empty else staging
+
+    @property
+    def staged(self) -> Staged:
+        """What lies staged now."""
+        return Staged() if self.staging is None else Staged(self.staging.model, self.staging.staged_bytes)
 
     def slack_bytes(self, active: str) -> int:
         """Bytes that weights could be staged in now; 0 where nothing is staged."""

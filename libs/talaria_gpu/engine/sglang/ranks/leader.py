@@ -23,6 +23,7 @@ from talaria_gpu.engine.contract import (
     ModelInfo,
     ModelLoad,
     PrefixState,
+    Staged,
     StepResult,
     SwitchTiming,
     logical_switch,
@@ -239,6 +240,11 @@ class RankedEngine:
     def staging_slack_bytes(self) -> int:
         """Of one rank."""
         return self._engine.staging_slack_bytes
+
+    @property
+    def staged(self) -> Staged:
+        """Of one rank: they stage alike."""
+        return self._engine.staged
 
     def waiting(self, model: str) -> list[str]:
         """See the contract."""
