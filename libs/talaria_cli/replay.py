@@ -57,7 +57,7 @@ def run_replay(options: ReplayOptions) -> int:
         progress.expect(replay.calls_to_make)
     except (trace.TraceError, ResultError, ReplayError, OSError) as e:
         for line in str(e).splitlines():
-            print(f"{options.file}: {line}", file=sys.stderr)
+            print(f"talaria replay: {line}", file=sys.stderr)
         return 2
     try:
         with progress:
@@ -158,8 +158,11 @@ def show(results: Results, *, as_json: bool) -> None:
         console.print(f"prompt length against the trace: p95 off by {s['prompt_error']['p95']:.1%}")
     if s["short_answers"]:
         console.print(f"{s['short_answers']} answers were shorter than in the trace (the server stopped by itself)")
-    if "synthetic" in results.plan["gap_sources"]:
-        console.print("gaps: synthetic (the trace says so)")
+    gaps = results.plan["gap_sources"]
+    if gaps.get("synthetic"):
+        console.print(f"gaps: {gaps['synthetic']} of {sum(gaps.values())} are synthetic (the trace says so)")
+    if missing := trace.missing_gaps(gaps):
+        console.print(f"gaps: {missing}", style="bold red")
     if results.runs > 1:
         console.print(f"resumed: {results.runs} runs, so not all sessions met the same load")
     for record in [r for r in results.calls if r.error][:5]:

@@ -41,9 +41,11 @@ def run_report(options: ReportOptions) -> int:
             tell=lambda what: print(f"report: {what}", file=sys.stderr, flush=True),
             keep=options.out / "runs",
         )
+        print(f"report: {runner.gaps}", file=sys.stderr, flush=True)
         outcomes = [runner.run(e) for e in experiments]
     except (spec.SpecError, ProfileError, trace.TraceError, OSError) as e:
-        print(f"talaria report: {e}", file=sys.stderr)
+        for line in str(e).splitlines():
+            print(f"talaria report: {line}", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     figures: dict[str, str] = {}
@@ -55,6 +57,6 @@ def run_report(options: ReportOptions) -> int:
         except ImportError:
             print("report: no figures: matplotlib is not installed", file=sys.stderr)
             break
-    write_text(options.out / "report.md", markdown.page(outcomes, figures, runner.source))
+    write_text(options.out / "report.md", markdown.page(outcomes, figures, runner.source, runner.gaps))
     print(options.out / "report.md")
     return 0

@@ -183,8 +183,9 @@ def _capacity(options: SimulateOptions, scenario: Scenario, shares: Sequence[flo
         write_text(options.out, encode(found.result).decode())
     if options.as_json:
         tried = [t._asdict() for t in found.tried]
-        answer = {"simulated": True, "bound_s": options.capacity_s, "instances": found.instances, "tried": tried}
-        print(json.dumps(answer))
+        notes = found.result.notes if found.result is not None else []
+        answer = {"bound_s": options.capacity_s, "instances": found.instances, "tried": tried, "notes": notes}
+        print(json.dumps({"simulated": True} | answer))
     else:
         _show_capacity(found, options.capacity_s)
     return 0 if found.instances is not None else 1

@@ -25,7 +25,7 @@ def run_convert(source: Path, out: Path, form: str, model: str, gaps: str, seed:
     )
     if gaps == "synthetic":
         calls = with_gaps(calls, lambda: round(gap(rng), 4))
-    return _save(out, calls, str(source))
+    return _save(out, calls)
 
 
 def run_generate(shape: str, out: Path, sessions: int, models: str, seed: int, limit: int | None) -> int:  # noqa: PLR0917 - the command's options
@@ -35,7 +35,7 @@ def run_generate(shape: str, out: Path, sessions: int, models: str, seed: int, l
         return 2
     names = [m for m in models.split(",") if m]
     made = generate(shape, sessions=sessions, models=names, seed=seed, max_context_tokens=limit)
-    return _save(out, made, shape)
+    return _save(out, made)
 
 
 def run_check(file: Path) -> int:
@@ -43,35 +43,36 @@ def run_check(file: Path) -> int:
     try:
         calls = trace.read(file)
     except (trace.TraceError, OSError) as e:
-        for line in str(e).splitlines():
-            print(f"{file}: {line}", file=sys.stderr)
+        print(e, file=sys.stderr)
         return 1
     sessions = trace.sessions(calls)
     print(
         f"{file}: {len(calls)} calls of {len(sessions)} sessions, models {', '.join(sorted({c.model for c in calls}))}"
     )
+    sources = trace.gap_sources(calls)
     gaps = [c.gap_s for c in calls if c.gap_s is not None]
     for name, values in (
         ("calls per session", [float(len(s)) for s in sessions.values()]),
         ("prompt tokens", [float(c.prompt_tokens) for c in calls]),
         ("completion tokens", [float(c.completion_tokens) for c in calls]),
-        (f"gap, s ({', '.join(sorted({c.gap_source for c in calls if c.call})) or 'none'})", gaps),
+        (f"gap, s ({', '.join(f'{n} {source}' for source, n in sources.items() if source != 'none')})", gaps),
     ):
         p = percentiles(values)
         if p["n"]:
             print(f"  {name}: p50 {p['p50']:g}, p95 {p['p95']:g}, max {p['max']:g}")
+    if missing := trace.missing_gaps(sources):
+        print(f"{file}: {missing}; talaria trace convert --gaps synthetic draws them", file=sys.stderr)
     return 0
 
 
-def _save(out: Path, calls: Iterator[trace.Call], source: str) -> int:
+def _save(out: Path, calls: Iterator[trace.Call]) -> int:
     part = out.with_name(f".{out.name}.part{'.gz' if out.suffix == '.gz' else ''}")
     try:
         trace.write(part, calls)
         trace.read(part)
         part.replace(out)
     except (trace.TraceError, OSError) as e:
-        for line in str(e).splitlines():
-            print(f"{source}: {line}", file=sys.stderr)
+        print(e, file=sys.stderr)
         return 1
     finally:
         part.unlink(missing_ok=True)

@@ -37,6 +37,8 @@ class _Session:
 class _Open:
     asked: float
     messages: list[dict[str, Any]] | None = None
+    failed: bool = False
+    """An attempt did; another one may follow."""
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class Capture:
     """Turns route events and completions into calls.
 
     Attributes:
-        failed: completions of calls that failed or were aborted: they are in no trace.
+        failed: calls that failed or were aborted, at their last attempt: they are in no trace.
         unseen: calls whose asking came before the capture began: they have no gap.
     """
 
@@ -76,11 +78,17 @@ class Capture:
             known.messages = messages
 
     def completed(self, now: float, done: Completion) -> Call | None:
-        """A call ended; returns it as a line of the trace, None if it failed."""
-        call = self._open.pop(done.rid, None)
+        """An attempt ended; returns the call as a line of the trace, None if it failed."""
+        call = self._open.get(done.rid)
         if not done.ok or done.prompt_tokens < 1:
-            self.failed += 1
+            # It is placed again, perhaps; the agent has been waiting since it asked first.
+            self.failed += call is None or not call.failed
+            if call is not None:
+                call.failed = True
             return None
+        if call is not None:
+            del self._open[done.rid]
+            self.failed -= call.failed
         self.unseen += call is None
         key = (done.tenant, done.session, done.model)
         session = self._sessions.get(key)

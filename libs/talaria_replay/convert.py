@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from talaria_replay import trace
 from talaria_replay.trace import Call, TraceError
 
 CHARS_PER_TOKEN = 4.0
@@ -20,23 +21,65 @@ Count = Callable[[str], int]
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of a JSON-lines file, plain or gzipped. Raises TraceError on a line that is no object."""
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as e:
-                raise TraceError([f"line {number}: {e}"]) from e
-            if not isinstance(row, dict):
-                raise TraceError([f"line {number}: expected an object, got {type(row).__name__}"])
-            yield number, row
+    for number, line in trace.lines(path):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            raise TraceError(path, [f"line {number}: {e}; expected a JSON object"]) from e
+        if not isinstance(row, dict):
+            raise TraceError(path, [f"line {number}: expected an object, got {_kind(row)}"])
+        yield number, row
 
 
-def _field(row: dict[str, Any], name: str, number: int) -> Any:
-    if name not in row:
-        raise TraceError([f"line {number}: field {name!r} is missing; it has {', '.join(sorted(row))}"])
-    return row[name]
+class _Row:
+    """A line of a source; what it gives is checked. Raises TraceError with file, line, field and what was expected."""
+
+    def __init__(self, path: Path, number: int, row: dict[str, Any]) -> None:
+        self._path, self._number, self._row = path, number, row
+
+    def wrong(self, name: str, expected: str, value: Any) -> TraceError:
+        """The error to raise: `value` in field `name`."""
+        shown = "" if isinstance(value, dict | list) else f" {value!r}"
+        return TraceError(
+            self._path, [f"line {self._number}: field {name!r}: expected {expected}, got {_kind(value)}{shown}"]
+        )
+
+    def text(self, name: str) -> str:
+        """A string."""
+        value = self._there(name)
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string", value)
+        return value
+
+    def text_or_none(self, name: str) -> str | None:
+        """A string; None where it is null or missing."""
+        return None if self._row.get(name) is None else self.text(name)
+
+    def count(self, name: str) -> int:
+        """A number of tokens or blocks."""
+        value = self._there(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.wrong(name, "an integer >= 0", value)
+        return value
+
+    def count_or_0(self, name: str) -> int:
+        """As `count`; 0 where it is null or missing."""
+        return 0 if self._row.get(name) is None else self.count(name)
+
+    def seconds_or_none(self, name: str) -> float | None:
+        """A time; None where it is null or missing."""
+        value = self._row.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise self.wrong(name, "a number of seconds >= 0", value)
+        return float(value)
+
+    def _there(self, name: str) -> Any:
+        if name not in self._row:
+            has = ", ".join(sorted(self._row))
+            raise TraceError(self._path, [f"line {self._number}: field {name!r} is missing; it has {has}"])
+        return self._row[name]
 
 
 def swebench_calls(path: Path, *, model: str | None = None) -> Iterator[Call]:
@@ -45,17 +88,18 @@ def swebench_calls(path: Path, *, model: str | None = None) -> Iterator[Call]:
     Its timestamps are not usable as gaps: `gap_s` is left out.
     """
     before: dict[str, Call] = {}
-    for number, row in rows(path):
-        session = _field(row, "session", number)
-        prompt = max(1, _field(row, "prompt_tokens", number))
+    for number, fields in rows(path):
+        row = _Row(path, number, fields)
+        session = row.text("session")
+        prompt = max(1, row.count("prompt_tokens"))
         last = before.get(session)
         reusable = 0 if last is None else min(prompt, last.prompt_tokens + last.completion_tokens)
         call = Call(
             session=session,
             call=0 if last is None else last.call + 1,
-            model=model or row.get("model") or "unknown",
+            model=model or row.text_or_none("model") or "unknown",
             prompt_tokens=prompt,
-            completion_tokens=max(1, _field(row, "completion_tokens", number)),
+            completion_tokens=max(1, row.count("completion_tokens")),
             reusable_tokens=reusable,
         )
         before[session] = call
@@ -69,23 +113,24 @@ def claude_code_calls(path: Path, *, model: str | None = None, gap_cap_s: float 
     """
     block = 64
     before: dict[str, Call] = {}
-    for number, row in rows(path):
-        session = _field(row, "session", number)
-        prompt = max(1, _field(row, "prompt_tokens", number))
+    for number, fields in rows(path):
+        row = _Row(path, number, fields)
+        session = row.text("session")
+        prompt = max(1, row.count("prompt_tokens"))
         last = before.get(session)
-        common = 0 if last is None else min(block * (row.get("lcp_prev_blocks") or 0), prompt, last.prompt_tokens)
-        think = row.get("think_time")
-        gap = None if last is None or think is None else min(float(think), gap_cap_s or float(think))
+        common = 0 if last is None else min(block * row.count_or_0("lcp_prev_blocks"), prompt, last.prompt_tokens)
+        think = row.seconds_or_none("think_time")
+        gap = None if last is None or think is None else min(think, gap_cap_s or think)
         call = Call(
             session=session,
             call=0 if last is None else last.call + 1,
-            model=model or row.get("model") or "unknown",
+            model=model or row.text_or_none("model") or "unknown",
             prompt_tokens=prompt,
-            completion_tokens=max(1, _field(row, "completion_tokens", number)),
+            completion_tokens=max(1, row.count("completion_tokens")),
             reusable_tokens=common,
             gap_s=gap,
             gap_source="none" if gap is None else "recorded",
-            parent=row.get("parent"),
+            parent=row.text_or_none("parent"),
         )
         before[session] = call
         yield call
@@ -95,15 +140,42 @@ def message_logs(path: Path, *, model: str, count: Count | None = None, texts: b
     """Logs of whole conversations, one per line, OpenAI messages under "messages" or "traj".
 
     Each assistant message is one call whose prompt is everything before it. Token counts come from `count`, else
-    from four characters a token.
+    from four characters a token. A conversation is named by session, instance_id, task_id and trial, as many as there
+    are; two lines of one name are a mistake.
     """
     measure = count or (lambda text: max(1, round(len(text) / CHARS_PER_TOKEN)))
-    for number, row in rows(path):
-        messages = row.get("messages") or row.get("traj")
+    lines: dict[str, int] = {}
+    for number, fields in rows(path):
+        row = _Row(path, number, fields)
+        under = "messages" if fields.get("messages") else "traj"
+        messages = fields.get(under)
         if not isinstance(messages, list):
-            raise TraceError([f"line {number}: neither 'messages' nor 'traj' is a list"])
-        parts = [row.get(k) for k in ("session", "instance_id", "task_id", "trial") if row.get(k) is not None]
-        yield from _conversation("-".join(map(str, parts)) or f"line-{number}", messages, model, measure, texts)
+            raise TraceError(path, [f"line {number}: expected a list of messages in field 'messages' or 'traj'"])
+        names = [k for k in ("session", "instance_id", "task_id", "trial") if fields.get(k) is not None]
+        session = "-".join(str(fields[k]) for k in names) or f"line-{number}"
+        first = lines.setdefault(session, number)
+        if first != number:
+            raise row.wrong("-".join(names), f"another name than that of line {first}", session)
+        for n, message in enumerate(messages):
+            _check_message(row, f"{under}[{n}]", message)
+        yield from _conversation(session, messages, model, measure, texts)
+
+
+def _check_message(row: _Row, name: str, message: Any) -> None:
+    if not isinstance(message, dict):
+        raise row.wrong(name, "a message (an object)", message)
+    content = message.get("content")
+    if content is not None and not isinstance(content, str | list):
+        raise row.wrong(f"{name}.content", "a string, a list of parts or null", content)
+    for n, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, dict) or not isinstance(part.get("text", ""), str):
+            raise row.wrong(f"{name}.content[{n}]", 'an object, "text" in it a string', part)
+
+
+def _kind(value: Any) -> str:
+    """The JSON name of a value's type."""
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
 
 
 def _conversation(
@@ -132,7 +204,7 @@ def _conversation(
 def _text(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        content = "".join(part.get("text", "") for part in content)
     calls = message.get("tool_calls")
     return f"{content}{json.dumps(calls) if calls else ''}"
 

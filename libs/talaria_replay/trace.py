@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -41,10 +43,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
 
 
 class TraceError(ValueError):
-    """The trace is wrong; `problems` has a line each, beginning with the line number."""
+    """The trace is wrong; `problems` has a line each, beginning with its number; the message names the file as well."""
 
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
+    def __init__(self, path: Path, problems: list[str]) -> None:
+        super().__init__("\n".join(f"{path}: {problem}" for problem in problems))
         self.problems = problems
 
 
@@ -62,10 +64,8 @@ def read(path: Path) -> list[Call]:
     calls: list[Call] = []
     problems: list[str] = []
     checker = _Checker()
-    with _open(path) as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+    try:
+        for number, line in lines(path):
             try:
                 call = _decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -76,11 +76,32 @@ def read(path: Path) -> list[Call]:
             if len(problems) >= MAX_PROBLEMS:
                 problems.append("… and perhaps more: stopped after 100 problems")
                 break
+    except TraceError as e:
+        problems += e.problems
     if not calls and not problems:
         problems.append("line 1: the trace is empty")
     if problems:
-        raise TraceError(problems)
+        raise TraceError(path, problems)
     return calls
+
+
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of each line that is not blank, of a plain or gzipped file.
+
+    Raises:
+        TraceError: the gzip data are broken.
+        OSError: it cannot be read.
+    """
+    number = 0
+    with cast("IO[bytes]", gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line
+        except EOFError as e:
+            raise TraceError(path, [f"line {number + 1}: the gzip data end here; expected a whole .gz file"]) from e
+        except (zlib.error, gzip.BadGzipFile) as e:
+            raise TraceError(path, [f"line {number + 1}: broken gzip data ({e}); expected a whole .gz file"]) from e
 
 
 def write(path: Path, calls: Iterable[Call]) -> int:
@@ -107,6 +128,17 @@ def grouped(calls: Iterable[Call]) -> Iterator[list[Call]]:
         yield list(session)
 
 
+def gap_sources(calls: Iterable[Call]) -> dict[str, int]:
+    """Calls by the source of their gap, those without any under "none"; first calls have none and are left out."""
+    return dict(sorted(Counter(call.gap_source for call in calls if call.call).items()))
+
+
+def missing_gaps(sources: dict[str, int]) -> str:
+    """What to say of gaps that the trace lacks, given `gap_sources`; "" where it lacks none."""
+    missing, total = sources.get("none", 0), sum(sources.values())
+    return f"{missing} of {total} gaps are missing from the trace and taken for 0 s" if missing else ""
+
+
 class _Checker:
     """Rules that need more than one line."""
 
@@ -118,20 +150,20 @@ class _Checker:
         expected = 0 if before is None else before.call + 1
         if call.call != expected:
             yield f"session {call.session!r}: call {call.call}, expected {expected}"
-        if call.prompt_tokens < 1 or call.completion_tokens < 0:
-            yield f"prompt_tokens {call.prompt_tokens} must be >= 1 and completion_tokens {call.completion_tokens} >= 0"
+        if call.prompt_tokens < 1:
+            yield f"prompt_tokens {call.prompt_tokens}, expected >= 1"
+        if call.completion_tokens < 0:
+            yield f"completion_tokens {call.completion_tokens}, expected >= 0"
         if not 0 <= call.reusable_tokens <= call.prompt_tokens:
-            yield f"reusable_tokens {call.reusable_tokens} is not in 0..prompt_tokens ({call.prompt_tokens})"
+            yield f"reusable_tokens {call.reusable_tokens}, expected 0..prompt_tokens ({call.prompt_tokens})"
         if before is None and call.reusable_tokens:
-            yield f"reusable_tokens {call.reusable_tokens} on a session's first call"
+            yield f"reusable_tokens {call.reusable_tokens}, expected 0 on a session's first call"
         if before is not None and call.reusable_tokens > before.prompt_tokens + before.completion_tokens:
-            yield f"reusable_tokens {call.reusable_tokens} exceeds the previous prompt and completion together"
+            most = before.prompt_tokens + before.completion_tokens
+            yield f"reusable_tokens {call.reusable_tokens}, expected at most previous prompt and completion ({most})"
         if call.gap_s is not None and not 0 <= call.gap_s < float("inf"):
-            yield f"gap_s {call.gap_s} must be >= 0"
+            yield f"gap_s {call.gap_s}, expected >= 0"
         if (call.gap_s is None) != (call.gap_source == "none"):
-            yield f"gap_s {call.gap_s} with gap_source {call.gap_source!r}"
+            wanted = "'none'" if call.gap_s is None else "'recorded' or 'synthetic'"
+            yield f"gap_source {call.gap_source!r} with gap_s {call.gap_s}, expected {wanted}"
         self._last[call.session] = call
-
-
-def _open(path: Path) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")

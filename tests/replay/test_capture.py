@@ -48,6 +48,22 @@ def test_failures_are_left_out_and_counted() -> None:
     assert (it.failed, it.unseen) == (1, 1)
 
 
+def test_a_call_that_is_placed_again_has_waited_since_it_asked_first() -> None:
+    it = Capture()
+    it.routed(10.0, routed("a"))
+    it.completed(12.0, completion("a"))
+    it.routed(12.5, routed("b"))
+    assert it.completed(20.0, completion("b", ok=False)) is None
+    it.routed(20.1, routed("b"))
+    again = it.completed(30.0, completion("b", attempt=1))
+    assert again is not None
+    assert (again.gap_s, it.failed, it.unseen) == (0.5, 0, 0)
+    it.routed(31.0, routed("c"))
+    it.completed(32.0, completion("c", ok=False))
+    it.completed(33.0, completion("c", ok=False, attempt=1))
+    assert it.failed == 1, "calls, not attempts"
+
+
 def test_one_session_on_two_models_is_two_sessions() -> None:
     it = Capture()
     names = {

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from talaria_replay.quantiles import QuantileTable, nearest_rank
-from talaria_replay.trace import Call, TraceError, read, sessions, write
+from talaria_replay.trace import Call, TraceError, gap_sources, missing_gaps, read, sessions, write
 
 
 def call(n: int, **changes: object) -> Call:
@@ -29,9 +29,9 @@ def test_round_trip(tmp_path: Path, name: str) -> None:
         ([call(0), call(2)], 2, "call 2, expected 1"),
         ([call(1)], 1, "call 1, expected 0"),
         ([call(0, reusable_tokens=5)], 1, "first call"),
-        ([call(0), call(1, reusable_tokens=101)], 2, "not in 0..prompt_tokens"),
-        ([call(0), call(1, prompt_tokens=500, reusable_tokens=111)], 2, "exceeds the previous"),
-        ([call(0, prompt_tokens=0)], 1, "must be >= 1"),
+        ([call(0), call(1, reusable_tokens=101)], 2, "expected 0..prompt_tokens"),
+        ([call(0), call(1, prompt_tokens=500, reusable_tokens=111)], 2, "at most previous"),
+        ([call(0, prompt_tokens=0)], 1, "expected >= 1"),
         ([call(0), call(1, gap_s=-1.0, gap_source="recorded")], 2, "gap_s -1.0"),
         ([call(0), call(1, gap_s=1.0)], 2, "gap_source 'none'"),
     ],
@@ -41,6 +41,7 @@ def test_problems_name_their_line(tmp_path: Path, calls: list[Call], line: int, 
     with pytest.raises(TraceError) as e:
         read(tmp_path / "t.jsonl")
     assert e.value.problems[0].startswith(f"line {line}: ")
+    assert str(e.value).startswith(f"{tmp_path / 't.jsonl'}: line {line}: ")
     assert says in e.value.problems[0]
 
 
@@ -59,6 +60,40 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.jsonl").write_text(text)
     with pytest.raises(TraceError, match="line 1"):
         read(tmp_path / "t.jsonl")
+
+
+def broken(tmp_path: Path, how: str) -> Path:
+    """Of 4000 calls, read in part."""
+    path = tmp_path / "t.jsonl.gz"
+    write(path, [call(n) for n in range(4000)])
+    data = bytearray(path.read_bytes())
+    if how == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "flipped":
+        data[len(data) // 2] ^= 0xFF
+        path.write_bytes(data)
+    elif how == "tail":
+        path.write_bytes(data[:-3])
+    elif how == "sum":
+        data[-8] ^= 0xFF
+        path.write_bytes(data)
+    else:
+        path.write_bytes(b"no gzip\n")
+    return path
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "tail", "sum", "plain"])
+def test_broken_gzip_is_named_with_its_line(tmp_path: Path, how: str) -> None:
+    path = broken(tmp_path, how)
+    with pytest.raises(TraceError, match=r"t\.jsonl\.gz: line \d+: .*expected"):
+        read(path)
+
+
+def test_gaps_by_source() -> None:
+    calls = [call(0), call(1, gap_s=1.0, gap_source="recorded"), call(2), call(3), call(4)]
+    assert gap_sources(calls) == {"none": 3, "recorded": 1}
+    assert missing_gaps(gap_sources(calls)) == "3 of 4 gaps are missing from the trace and taken for 0 s"
+    assert not missing_gaps({"recorded": 4, "synthetic": 1})
 
 
 @given(st.lists(st.integers(-1000, 1000), min_size=1), st.integers(1, 100))

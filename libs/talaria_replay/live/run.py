@@ -71,13 +71,12 @@ class Plan:
         return self.model_map.get(name) or self.model_map.get("*") or name
 
     def record(self, calls: Sequence[Call]) -> dict[str, Any]:
-        """For the result file: all of it, and the digest of the calls as they are replayed."""
+        """For the result file: all of it, the digest of the calls as they are replayed, and their gaps by source."""
         h = hashlib.blake2b(digest_size=16)
         for call in calls:
             h.update(msgspec.json.encode(call))
         plan = {name: getattr(self, name) for name in self.__slots__}
-        gaps = sorted({c.gap_source for c in calls if c.call})
-        return plan | {"trace": h.hexdigest(), "gap_sources": gaps}
+        return plan | {"trace": h.hexdigest(), "gap_sources": trace.gap_sources(calls)}
 
 
 def prepare(calls: Iterable[Call], plan: Plan) -> list[Call]:

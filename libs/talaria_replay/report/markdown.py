@@ -39,14 +39,14 @@ def section(outcome: Outcome, figure: str | None) -> str:
     return "\n".join(parts) + "\n"
 
 
-def page(outcomes: Sequence[Outcome], figures: Mapping[str, str], source: str) -> str:
-    """The whole report."""
+def page(outcomes: Sequence[Outcome], figures: Mapping[str, str], source: str, gaps: str) -> str:
+    """The whole report; `source` and `gaps` say where the workload and its gaps come from."""
     head = [
         "# The paper's figures and tables, simulated",
         "",
         INTRODUCTION,
         "",
-        f"Workload: {source}. Gaps that are not recorded are synthetic.",
+        f"Workload: {source}; {gaps}.",
         "",
         "Calibrations:",
         *(f"- {name}: {about}" for name, about in CALIBRATIONS.items()),

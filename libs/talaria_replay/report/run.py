@@ -65,6 +65,8 @@ class Runner:
             self.source += (
                 f" (a quick look: the paper's load is {workload.ISSUES} issues, so its figures are not comparable)"
             )
+        self.gaps = "all gaps are synthetic" if calls is None else _gaps(trace.gap_sources(calls))
+        """Where the workload's gaps come from."""
         self._kinds: dict[str, Callable[[Experiment], Outcome]] = {
             "shape": self._shape,
             "compare": self._compare,
@@ -214,6 +216,13 @@ class Runner:
         prompts = percentiles([c.prompt_tokens for c in calls])
         out.notes.append(f"{len(calls)} calls, prompts p50 {prompts['p50']:,.0f} tokens; {self.source}")
         return out
+
+
+def _gaps(sources: dict[str, int]) -> str:
+    """Of a trace, in words."""
+    known = [f"{n} {source}" for source, n in sources.items() if source != "none"]
+    missing = trace.missing_gaps(sources)
+    return "; ".join([f"gaps: {', '.join(known)}"] * bool(known) + [missing] * bool(missing)) or "no gaps"
 
 
 def _with(scenario: Scenario, changes: Mapping[str, Any]) -> Scenario:

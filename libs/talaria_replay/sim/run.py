@@ -316,8 +316,11 @@ def _notes(scenario: Scenario, read: TraceTally, generated: str) -> list[str]:
     notes.append(f"calibration {scenario.calibration}: {profiles.CALIBRATIONS[scenario.calibration]}")
     if generated:
         notes.append(f"the trace is generated: {generated}")
-    if read.synthetic:
-        notes.append("gaps are synthetic")
+    gaps = read.gap_sources
+    if gaps.get("synthetic"):
+        notes.append(f"{gaps['synthetic']} of {sum(gaps.values())} gaps are synthetic")
+    if missing := trace.missing_gaps(gaps):
+        notes.append(missing)
     return notes
 
 

@@ -26,7 +26,8 @@ class TraceTally:
         self._digest = hashlib.blake2b(digest_size=16)
         self._prompts: array[int] = array("q")
         self._sessions = 0
-        self._gaps: set[str] = set()
+        self.gap_sources: dict[str, int] = {}
+        """Calls but the first of a session, by where their gap comes from."""
 
     def add(self, session: Sequence[Call]) -> None:
         """All calls of a session."""
@@ -35,12 +36,7 @@ class TraceTally:
             self._digest.update(_encode(call))
             self._prompts.append(call.prompt_tokens)
             if call.call:
-                self._gaps.add(call.gap_source)
-
-    @property
-    def synthetic(self) -> bool:
-        """Whether any gap is."""
-        return "synthetic" in self._gaps
+                self.gap_sources[call.gap_source] = self.gap_sources.get(call.gap_source, 0) + 1
 
     def about(self, generated: str) -> dict[str, Any]:
         """For the result."""
@@ -50,7 +46,7 @@ class TraceTally:
             "sessions": self._sessions,
             "calls": len(self._prompts),
             "prompt_tokens": percentiles(self._prompts),
-            "gap_sources": sorted(self._gaps),
+            "gap_sources": dict(sorted(self.gap_sources.items())),
         }
 
 
