@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from talaria_router.cost import profile_of
 from talaria_router.messages import Ask, Control
 from tests.router.rig import Rig, model, only, outcome
 
@@ -71,6 +72,112 @@ def test_queue_ahead_and_peers():
 def test_a_full_batch_is_waited_for():
     c = terms(rig_with(a=model(running=8)))["a"]
     assert c["wait_ms"] == pytest.approx(128 * 10 / 8)
+
+
+class TestRows:
+    """HBM: KV rows that running calls hold are waited for; all are freed in the 1280 ms of a typical answer."""
+
+    def wait_ms(
+        self, session: str = "s", prompt_tokens: int = 1000, ask: dict[str, Any] | None = None, **a: Any
+    ) -> float:
+        rig = rig_with(a=model(context_tokens=1 << 20, kv_capacity_tokens=10_000, **a))
+        return float(terms(rig, session, prompt_bytes=4 * prompt_tokens, **(ask or {}))["a"].get("wait_ms", 0.0))
+
+    def test_what_fits_does_not_wait(self):
+        assert self.wait_ms(running=4, kv_held_tokens=10_000 - 1128) == 0
+
+    def test_what_does_not_waits_for_its_share_of_those_who_run(self):
+        assert self.wait_ms(running=4, kv_held_tokens=10_000) == pytest.approx(0.1128 * 1280)
+        assert self.wait_ms(running=4, kv_held_tokens=9500) == pytest.approx(628 / 9500 * 1280)
+
+    def test_a_short_answer_needs_less(self):
+        assert self.wait_ms(running=4, kv_held_tokens=10_000, ask={"max_tokens": 8}) == pytest.approx(0.1008 * 1280)
+        long = self.wait_ms(running=4, kv_held_tokens=10_000, ask={"max_tokens": 8000})
+        assert long == pytest.approx(0.1128 * 1280), "not what it may take, what answers do"
+
+    def test_prefixes_that_could_be_evicted_are_room(self):
+        assert self.wait_ms(running=4, kv_used_tokens=10_000, kv_held_tokens=2000) == 0
+
+    def test_who_waits_there_and_who_is_on_the_way_come_first(self):
+        queued = self.wait_ms(running=4, kv_held_tokens=8000, queued=1, queued_tokens=2000)
+        assert queued == pytest.approx(2000 + 0.1128 * 1280)
+        rig = rig_with(a=model(running=4, kv_capacity_tokens=10_000, kv_held_tokens=8000))
+        rig.placed("first", prompt_bytes=8000)
+        assert terms(rig, "second", prompt_bytes=4000)["a"]["wait_ms"] == pytest.approx(2000 + 0.1128 * 1280)
+
+    def test_the_batch_is_not_waited_for_twice(self):
+        in_batch = 128 * 10 / 8
+        assert self.wait_ms(running=8, kv_held_tokens=10_000) == pytest.approx(in_batch)
+        assert self.wait_ms(running=8, kv_held_tokens=10_000, prompt_tokens=5000) == pytest.approx(0.5128 * 1280)
+
+    def test_a_full_device_is_ranked_down_not_refused(self):
+        full = model(running=1, kv_held_tokens=8192)
+        rig = rig_with(a=full, b=model(running=4))
+        assert rig.placed().iid == "b"
+        assert rig_with(a=full).placed().iid == "a"
+
+    def test_unless_the_target_would_be_missed(self):
+        """Answers of 13 s each: half of the pool is free in 6.5 s, nearly all of it in 12."""
+        slow = model(
+            running=4, decode_step_ms=100.0, kv_held_tokens=8192, context_tokens=8192, prefill_ms_per_token=0.1
+        )
+        assert rig_with(a=slow).placed(prompt_bytes=4 * 4000).iid == "a"
+        refused = rig_with(a=slow).refused(prompt_bytes=4 * 7000)
+        assert refused.reason == "overloaded"
+        assert "1 round" in refused.error.message
+
+
+class TestColdStart:
+    """What was never measured: the same model elsewhere, else the instance's other models by their size."""
+
+    unknown: ClassVar = {"prefill_ms_per_token": 0.0, "decode_step_ms": 0.0, "switch_ms": 0.0, "open_ms": 0.0}
+
+    def profile(self, rig: Rig, iid: str = "a") -> Any:
+        instance = rig.state.cluster.get(iid)
+        return profile_of(instance, instance.models["m"], rig.state.profiles)
+
+    def rig(self, *others: Any, weight_bytes: int = 40 << 30) -> Rig:
+        return rig_with(a=[model(state="host", weight_bytes=weight_bytes, **self.unknown), *others])
+
+    def test_by_the_instances_bandwidths(self):
+        """The big one tells the bandwidth; what a small one takes is mostly not its weights."""
+        big = model("big", weight_bytes=80 << 30, prefill_ms_per_token=0.4, switch_ms=4000.0, open_ms=90_000.0)
+        small = model("small", weight_bytes=1 << 30, prefill_ms_per_token=0.1, switch_ms=400.0, open_ms=9000.0)
+        got = self.profile(self.rig(big, small))
+        assert (got.switch_ms, got.open_ms) == (pytest.approx(2000.0), pytest.approx(45_000.0))
+        assert (got.prefill_ms_per_token, got.decode_step_ms) == (pytest.approx(0.2), pytest.approx(5.0))
+        assert not got.measured, "a guess refuses no call"
+
+    def test_the_same_model_elsewhere_comes_first(self):
+        big = model("big", weight_bytes=80 << 30, switch_ms=4000.0)
+        rig = self.rig(big)
+        rig.view(rig.snapshot("b", (model(switch_ms=1500.0),)))
+        rig.view(rig.snapshot("a", (*rig.state.cluster.get("a").snapshot.models, model("new"))))
+        assert self.profile(rig).switch_ms == 1500.0
+
+    def test_with_nothing_measured_by_a_usual_bandwidth(self):
+        got, smaller = self.profile(self.rig()), self.profile(self.rig(weight_bytes=4 << 30))
+        assert got.switch_ms == pytest.approx((40 << 30) / 20e6)
+        assert smaller.switch_ms == pytest.approx(got.switch_ms / 10)
+        assert got.open_ms > smaller.open_ms > 10_000
+
+    def test_the_size_of_a_cold_one_is_known_from_where_it_is_open(self):
+        rig = rig_with(a=model(state="cold", weight_bytes=0, open_ms=8000.0), b=model(weight_bytes=30 << 30))
+        assert self.profile(rig).weight_bytes == 30 << 30
+
+
+class TestStaged:
+    def test_a_switch_is_charged_less_what_is_staged(self):
+        c = terms(rig_with(a=model(state="host", staged=0.75, switch_now_ms=140.0)))["a"]
+        assert (c["act_ms"], c["wait_ms"]) == (140.0, 140.0), "as the instance predicts it"
+
+    def test_the_better_staged_instance_is_preferred(self):
+        rig = rig_with(a=model(state="host", switch_now_ms=500.0), b=model(state="host", switch_now_ms=90.0))
+        assert rig.placed().iid == "b"
+
+    def test_before_the_first_switch_the_guess_is_all_reload(self):
+        c = terms(rig_with(a=model(state="host", staged=0.75, switch_ms=0.0), b=model(state="host")))
+        assert c["a"]["act_ms"] == pytest.approx(125.0)
 
 
 def test_the_round_is_waited_for_and_the_switch_charged_once():

@@ -5,7 +5,8 @@ Reasons, in the order of the checks (docs/events-router.md):
     excluded   failed this call before             stale, gone      by health
     starting, draining, failed                     by the instance's own status
     failed_model   the model failed to load there  context          too long for its KV or context
-    queue      the instance would reject it        round            gamma·T_TTFT would be passed (Eq. 5), as measured
+    queue      the instance would reject it        round            gamma·T_TTFT would be passed (Eq. 5), as measured,
+                                                                    with the wait for KV rows where HBM is full
     replica    a fresh replica is not worth it (Eq. 2)
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from talaria_common.wire import ModelState, Snapshot
+from talaria_common.wire import Snapshot
 from talaria_router.config import RouterConfig
 from talaria_router.cost import Call, Candidate, Place
 
@@ -61,11 +62,11 @@ def replica_gain_ms(demand: Demand, best_wait_ms: float | None, own_wait_ms: flo
     return calls * max(0.0, before - own_wait_ms)
 
 
-def replica_price_ms(snapshot: Snapshot, model: ModelState, open_ms: float, config: RouterConfig) -> float:
+def replica_price_ms(snapshot: Snapshot, weight_bytes: int, open_ms: float, config: RouterConfig) -> float:
     """Eq. 2's right side: T_swap + mu_j·dW + nu_m; mu_j rises with pressure and falls with staging slack."""
     pressure = snapshot.kv_occupancy
     if snapshot.buffer_bytes and snapshot.staging_free_bytes:
         pressure *= 1.0 - min(1.0, snapshot.staging_free_bytes / snapshot.buffer_bytes)
     pressure = min(max(pressure, 0.0), _MAX_PRESSURE)
     mu = config.mu_ms_per_gib * pressure / (1.0 - pressure)
-    return open_ms + mu * model.weight_bytes / _GIB + config.nu_ms
+    return open_ms + mu * weight_bytes / _GIB + config.nu_ms

@@ -62,7 +62,8 @@ class Place(NamedTuple):
     round_ms: float
     """Wait for the other models' slots."""
     wait_ms: float
-    """Predicted time before a call's own prefill can start."""
+    """Predicted time before a call's own prefill can start, but for KV rows (`rows_wait_ms`)."""
+    profile: Profile
     prefill_ms_per_token: float
     restore_ms_per_token: float
     calls: int
@@ -73,6 +74,14 @@ class Place(NamedTuple):
     """As many calls of the model wait there as the instance accepts: it would reject one more."""
     longest: float
     """HBM: longer prompts (tokens) can never fit the model's KV pool or context there. An estimate, not a proof."""
+    free_tokens: float
+    """KV rows that a call may have at once: those that neither calls there hold nor calls on their way will need.
+
+    What prefixes hold counts as free, it can be evicted. Below 0: what waits there needs more than there is."""
+    room_tokens: float
+    """A prompt no longer than this and a typical answer fit into them."""
+    batch_ms: float
+    """Part of `queue_ms`: for a place in the batch."""
     measured: bool
 
 
@@ -136,19 +145,23 @@ def place_of(
     charge, placed = overlay.on(iid, name)
     calls, queued = system_load(model, charge)
     prefill_ms, most = profile.prefill_ms_per_token, model.max_running
-    lease_ms = charge.leases * profile.return_ms
+    batch_ms, lease_ms = 0.0, charge.leases * profile.return_ms
     queue_ms = (model.queued_tokens + charge.tokens) * prefill_ms
     queue_ms += lease_ms + snapshot.deadline_risk * profile.return_ms
     peers = calls
     if 0 < most <= calls:
-        queue_ms += batch_wait_ms(model, calls, profile)
+        batch_ms = batch_wait_ms(model, calls, profile)
+        queue_ms += batch_ms
         peers = most
     act_ms = round_ms = switch_ms = 0.0
     if state != "active":
         act_ms = activation_ms(model, profile)
         round_ms = round_wait_ms(instance, model, overlay, profiles)
-        switch_ms = profile.switch_ms if state == "host" else 0.0
+        switch_ms = act_ms if state == "host" else 0.0
     wait_ms = queue_ms + round_ms + switch_ms
+    free = math.inf
+    if model.kv_capacity_tokens:
+        free = model.kv_capacity_tokens - model.kv_held_tokens - model.queued_tokens - charge.tokens
     return Place(
         iid,
         instance,
@@ -159,6 +172,7 @@ def place_of(
         queue_ms,
         round_ms,
         wait_ms,
+        profile,
         prefill_ms,
         profile.restore_ms_per_token,
         instance.calls + placed,
@@ -166,6 +180,9 @@ def place_of(
         wait_ms - lease_ms + lease_cap_ms if lease_ms > lease_cap_ms else wait_ms,
         0 < snapshot.max_queued <= queued,
         min(model.kv_capacity_tokens or math.inf, model.context_tokens or math.inf) - 1,
+        free,
+        free - profile.output_tokens,
+        batch_ms,
         profile.measured,
     )
 
@@ -174,7 +191,7 @@ def profile_of(instance: Instance, model: ModelState, profiles: Profiles) -> Pro
     """What the model costs there, worked out once per snapshot."""
     found = instance.profiles.get(model.name)
     if found is None:
-        found = instance.profiles[model.name] = profiles.of(instance.snapshot.iid, model)
+        found = instance.profiles[model.name] = profiles.of(instance.snapshot.iid, model, instance.snapshot.models)
     return found
 
 
@@ -199,7 +216,8 @@ def candidate_of(call: Call, place: Place, prefix: int) -> Candidate:
     if kv == "host":
         kv_ms += reused * place.restore_ms_per_token
     suffix_ms = (call.prompt_tokens - prefix) * prefill_ms
-    req_ms = place.base_ms - act_ms + suffix_ms
+    rows_ms = rows_wait_ms(call, place) if call.prompt_tokens > place.room_tokens else 0.0
+    req_ms = place.base_ms - act_ms + suffix_ms + rows_ms
     model = place.model
     return Candidate(
         place.iid,
@@ -207,11 +225,11 @@ def candidate_of(call: Call, place: Place, prefix: int) -> Candidate:
         kv_ms,
         act_ms,
         req_ms + kv_ms + act_ms,
-        place.wait_ms,
+        place.wait_ms + rows_ms,
         suffix_ms + kv_ms,
-        place.queue_ms,
+        place.queue_ms + rows_ms,
         place.round_ms,
-        place.floor_ms,
+        place.floor_ms + rows_ms,
         kv,
         reused,
         call.prompt_tokens,
@@ -224,10 +242,26 @@ def candidate_of(call: Call, place: Place, prefix: int) -> Candidate:
 
 
 def activation_ms(model: ModelState, profile: Profile) -> float:
-    """C_act: nothing when active, a switch when its state is on the host, a full open otherwise."""
+    """C_act: nothing when active; a switch, less what is staged, when its state is on the host; else a full open."""
     if model.state == "active":
         return 0.0
-    return profile.switch_ms if model.state == "host" else profile.open_ms
+    return profile.switch_now_ms if model.state == "host" else profile.open_ms
+
+
+def rows_wait_ms(call: Call, place: Place) -> float:
+    """Wait until calls there have freed the KV rows that `call` needs: HBM as a delay, for what fits at all gets in.
+
+    It needs its whole prompt's, for prefixes that it finds are counted as free, and those of a typical answer. All rows
+    are freed within the time of one. Beyond the wait for a place in the batch, which goes by the same calls' ends.
+    """
+    profile = place.profile
+    answer = profile.output_tokens if call.max_tokens is None else min(call.max_tokens, profile.output_tokens)
+    short = call.prompt_tokens + answer - place.free_tokens
+    capacity = place.model.kv_capacity_tokens
+    taken = min(capacity, capacity - place.free_tokens)
+    if short <= 0 or taken <= 0:
+        return 0.0
+    return max(0.0, short / taken * profile.output_tokens * profile.decode_step_ms - place.batch_ms)
 
 
 def system_load(model: ModelState, charge: ModelOverlay) -> tuple[int, int]:

@@ -1,12 +1,15 @@
 """What things cost on this hardware: latency profiles per (instance, model), learnt; honest guesses until then (3.3).
 
 A value is taken, in this order, from the instance's own EWMA in its snapshot, from the router's EWMA over completions,
-from the same model on other instances, and from a default that is the right order of magnitude for a small model.
+from the same model on other instances, from what the instance measured of its other models, by the bytes of weights
+(its bandwidths; the least of those ratios, for what does not grow with the model makes small ones look slow), and from
+a default: for what moves weights a usual bandwidth, else the right order of magnitude for a small model.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from talaria_common.wire import Completion, ModelState
 
@@ -17,7 +20,13 @@ BYTES_PER_TOKEN = 4.0
 PREFILL_MS_PER_TOKEN = 0.5
 DECODE_STEP_MS = 30.0
 SWITCH_MS = 500.0
+"""Of a model whose size is not known."""
+SWITCH_BYTES_PER_MS = 20e6
+"""Host to device, 20 GB/s."""
 OPEN_MS = 10_000.0
+"""Beside reading the weights."""
+OPEN_BYTES_PER_MS = 1e6
+"""Off a disk, 1 GB/s."""
 OUTPUT_TOKENS = 128.0
 RETURN_PREFILL_MS = 100.0
 RESTORE_OVER_PREFILL = 0.1
@@ -42,7 +51,9 @@ class Ewma:
 
 
 class _PerModel:
-    __slots__ = ("bytes_per_token", "decode", "opens", "output", "prefill", "prefills", "returns", "switch")
+    __slots__ = (
+        "bytes_per_token", "decode", "opens", "output", "prefill", "prefills", "returns", "switch", "weight_bytes",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.bytes_per_token = Ewma()
@@ -53,6 +64,7 @@ class _PerModel:
         self.decode = Ewma()
         self.switch = Ewma()
         self.opens = Ewma()
+        self.weight_bytes = 0
 
 
 class Profile(NamedTuple):
@@ -61,7 +73,11 @@ class Profile(NamedTuple):
     prefill_ms_per_token: float
     decode_step_ms: float
     switch_ms: float
+    switch_now_ms: float
+    """Of a switch that came now: less what of its weights is staged."""
     open_ms: float
+    weight_bytes: int
+    """0: unknown."""
     restore_ms_per_token: float
     return_ms: float
     """Prefill of a typical returning call: the admission unit."""
@@ -70,8 +86,17 @@ class Profile(NamedTuple):
     """Whether prefill and decode were measured by anyone: a guess may rank instances, but never refuse a call."""
 
 
+_Scaled = Literal["prefill_ms_per_token", "decode_step_ms", "switch_ms", "open_ms"]
+
+
+def _scaled(beside: Iterable[ModelState], of: _Scaled, weight_bytes: int) -> float:
+    """What the instance would take, going by its models `beside`; 0: nothing was measured, or sizes are not known."""
+    ratios = [getattr(m, of) / m.weight_bytes for m in beside if m.weight_bytes > 0 and getattr(m, of) > 0]
+    return weight_bytes * min(ratios, default=0.0)
+
+
 class Profiles:
-    """All profiles. `revision` rises when a completion taught something."""
+    """All profiles."""
 
     def __init__(self, admission_unit_ms: float | None) -> None:
         self._unit_ms = admission_unit_ms
@@ -98,6 +123,7 @@ class Profiles:
     def snapshot(self, state: ModelState) -> None:
         """Let what one instance measured stand in for others that have not yet measured the same model."""
         model = self._model(state.name)
+        model.weight_bytes = state.weight_bytes or model.weight_bytes
         for mean, measured in (
             (model.prefill, state.prefill_ms_per_token),
             (model.decode, state.decode_step_ms),
@@ -107,19 +133,28 @@ class Profiles:
             if measured > 0:
                 mean.add(measured)
 
-    def of(self, iid: str, state: ModelState) -> Profile:
-        """The profile of the model in `state` on `iid`."""
+    def of(self, iid: str, state: ModelState, beside: Iterable[ModelState] = ()) -> Profile:
+        """The profile of the model in `state` on `iid`; `beside`: the models there, for what is unknown of this one."""
         model = self._model(state.name)
-        prefill = state.prefill_ms_per_token
-        if prefill <= 0:
-            own = self._prefill.get((iid, state.name))
-            prefill = own.get(0.0) if own else model.prefill.get(PREFILL_MS_PER_TOKEN)
-        switch = state.switch_ms or model.switch.get(SWITCH_MS)
+        weights = state.weight_bytes or model.weight_bytes
+
+        def cost(measured: float, mean: Ewma, of: _Scaled, default: float) -> float:
+            return measured or mean.get(0.0) or _scaled(beside, of, weights) or default
+
+        own = self._prefill.get((iid, state.name))
+        prefill = state.prefill_ms_per_token or (own.get(0.0) if own else 0.0)
+        prefill = cost(prefill, model.prefill, "prefill_ms_per_token", PREFILL_MS_PER_TOKEN)
+        decode = cost(state.decode_step_ms, model.decode, "decode_step_ms", DECODE_STEP_MS)
+        reload_ms = weights / SWITCH_BYTES_PER_MS if weights else SWITCH_MS
+        switch = cost(state.switch_ms, model.switch, "switch_ms", reload_ms)
+        opens = cost(state.open_ms, model.opens, "open_ms", OPEN_MS + weights / OPEN_BYTES_PER_MS)
         return Profile(
             prefill_ms_per_token=prefill,
-            decode_step_ms=state.decode_step_ms or model.decode.get(DECODE_STEP_MS),
+            decode_step_ms=decode,
             switch_ms=switch,
-            open_ms=max(state.open_ms or model.opens.get(OPEN_MS), switch),
+            switch_now_ms=state.switch_now_ms or switch * (1.0 - min(1.0, state.staged)),
+            open_ms=max(opens, switch),
+            weight_bytes=weights,
             restore_ms_per_token=state.restore_ms_per_token or prefill * RESTORE_OVER_PREFILL,
             return_ms=self.unit_ms(state.name),
             output_tokens=model.output.get(OUTPUT_TOKENS),

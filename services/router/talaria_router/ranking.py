@@ -205,7 +205,8 @@ class Ranker:
                 scan.result.refuse(candidate, "replica")
                 continue
             fit += 1
-            price = replica_price_ms(place.instance.snapshot, place.model, candidate.act_ms, self._config)
+            weight_bytes = place.profile.weight_bytes
+            price = replica_price_ms(place.instance.snapshot, weight_bytes, candidate.act_ms, self._config)
             # A model that nobody holds is opened whatever it costs: the alternative is not to serve it.
             if not held or replica_gain_ms(demand, best_wait, candidate.wait_ms, self._config) > price:
                 scan.admitted.append(candidate)

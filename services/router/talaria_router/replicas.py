@@ -16,6 +16,7 @@ from talaria_router.admission import Demand, replica_gain_ms, replica_price_ms
 from talaria_router.board import HELD
 from talaria_router.cluster import Cluster, Instance
 from talaria_router.config import RouterConfig
+from talaria_router.cost import profile_of
 from talaria_router.messages import Control
 from talaria_router.overlay import Overlay
 from talaria_router.profiles import Profiles
@@ -134,16 +135,18 @@ class Replicas:
         if now < self._refused.get(("close", iid, model.name), 0.0) or model.name in self._opening:
             return False
         waits = [
-            self._profiles.of(other, state).switch_ms if state.state == "host" else 0.0
+            profile_of(there, state, self._profiles).switch_ms if state.state == "host" else 0.0
             for other in self._cluster.serving(model.name)
             if other != iid
             and (other, model.name) not in self._closing
             and self._cluster.health(other, now) == "ok"
-            and (state := self._cluster.models(other)[model.name]).state in {"active", "host"}
+            and (there := self._cluster.get(other)) is not None
+            and (state := there.models[model.name]).state in {"active", "host"}
         ]
         if not waits:
             return False
-        price = replica_price_ms(instance.snapshot, model, self._profiles.of(iid, model).open_ms, self._config)
+        profile = profile_of(instance, model, self._profiles)
+        price = replica_price_ms(instance.snapshot, profile.weight_bytes, profile.open_ms, self._config)
         return 2 * replica_gain_ms(demand, min(waits), 0.0, self._config) < price
 
     @property
