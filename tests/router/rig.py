@@ -21,10 +21,10 @@ from talaria_common.wire import (
     decode,
     encode,
 )
-from talaria_router.asking import key_of
 from talaria_router.config import RouterConfig
 from talaria_router.core import RouterCore
 from talaria_router.messages import Ask, Effect, Emit, Gained, Input, Reply, Tick
+from talaria_router.sessions import key_of
 
 M = "m"
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from talaria_router.admission import check
-from talaria_router.asking import key_of
 from talaria_router.cost import Call, candidate_of, place_of
+from talaria_router.sessions import key_of
 from tests.router.rig import M, Rig, model
 
 IIDS = [f"i{n:02}" for n in range(14)]

@@ -12,7 +12,7 @@ from talaria_common.bus.memory import _BucketHandle
 from talaria_common.clock import to_ms
 from talaria_common.ids import partition_of
 from talaria_common.wire import Completion, SessionRecord, decode
-from talaria_router.asking import key_of
+from talaria_router.sessions import key_of
 from talaria_router.writer import SessionWriter
 from tests.router.mesh import M, config, router
 from tests.router.test_shell import owns_all

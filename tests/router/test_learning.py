@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from talaria_router.gaps import ENOUGH, Gaps
+from talaria_router.messages import Dirty, Lost
+from talaria_router.sessions import key_of
 from talaria_router.shared import HOLDERS
-from tests.router.rig import Rig, model
+from tests.router.rig import M, Rig, model, only
 
 A, B = ("t", "m"), ("u", "m")
 
@@ -128,6 +130,22 @@ class TestSharedPrefix:
         assert rig.books.live == 2
         assert {rig.placed("sub1").via, rig.placed("sub2").via} == {"lease"}
 
+    def test_the_parents_instance_is_a_hint_that_later_sessions_do_not_push_out(self):
+        rig = self.rig()
+        for n in range(HOLDERS):
+            rig.state.shared.computed(("t", "m", "sys"), f"i{n}", f"i{n}-1", 1)
+        assert rig.placed("other", prefix_id="sys", prefix_bytes=320).iid == "b"
+        assert rig.placed("sub", parent_session="s1", prefix_id="sys", prefix_bytes=320).iid == "a"
+        shown = rig.events("route")[-1].data["candidates"]
+        assert {c["iid"]: c.get("reused", 0) for c in shown} == {"a": 80, "b": 0}
+
+    def test_unless_it_began_its_prompt_otherwise_or_its_kv_is_gone(self):
+        rig = self.rig()
+        assert rig.placed("sub", parent_session="s1", prefix_id="another", prefix_bytes=320).iid == "b"
+        rig = self.rig()
+        rig.view(rig.snapshot("a", (model(running=2, kv_epoch=2),)), rig.snapshot("b"))
+        assert rig.placed("sub", parent_session="s1", prefix_id="sys", prefix_bytes=320).iid == "b"
+
     def test_few_holders_are_remembered(self):
         rig = Rig()
         rig.view(*(rig.snapshot(f"i{n}") for n in range(9)), full=True)
@@ -135,3 +153,58 @@ class TestSharedPrefix:
             rig.state.shared.computed(("t", "m", "sys"), f"i{n}", f"i{n}-1", 1)
         found = rig.state.shared.holders(("t", "m", "sys"), rig.state.cluster)
         assert found == {f"i{n}" for n in range(9 - HOLDERS, 9)}
+
+
+class TestSubAgents:
+    """They are over when the session is that began them."""
+
+    def rig(self) -> Rig:
+        rig = Rig(catalog=frozenset({"m", "other"}))
+        both = (model(), model("other", "host"))
+        rig.view(rig.snapshot("a", both), rig.snapshot("b", both), full=True)
+        rig.complete(rig.placed("parent"), "parent")
+        for session, parent in (("sub", "parent"), ("grandchild", "sub"), ("elsewhere", "somebody")):
+            rig.complete(rig.placed(session, parent_session=parent), session)
+        rig.complete(rig.placed("sub", model="other", parent_session="parent"), "sub", model="other")
+        return rig
+
+    def test_their_leases_and_records_end_with_it(self):
+        rig = self.rig()
+        assert rig.books.live == 5
+        final = rig.complete(rig.placed("parent", session_final=True), "parent", session_final=True)
+        assert rig.books.live == 1, "another's sub-agent goes on"
+        assert rig.books.discarded["final"] == 3
+        over = [key_of("t", *of)[0] for of in (("parent", M), ("sub", M), ("grandchild", M), ("sub", "other"))]
+        assert {d.key for d in only(final, Dirty)} >= set(over)
+        assert all(rig.core.record(key) is None for key in over)
+        assert rig.entry("elsewhere") is not None
+
+    def test_whoever_owns_the_parents_partition(self):
+        rig = self.rig()
+        final = rig.completion(rig.placed("parent"), "parent", session_final=True)
+        rig.do(Lost(key_of("t", "parent", M)[1]))
+        rig.do(final)
+        assert rig.entry("sub") is None
+
+    def test_one_that_was_restored_is_known_again_when_it_asks(self):
+        rig = self.rig()
+        rig.entry("sub").parent = ""
+        rig.state.sessions._children.clear()
+        rig.placed("sub", parent_session="parent")
+        rig.complete(rig.placed("parent"), "parent", session_final=True)
+        assert rig.entry("sub") is None
+
+    def test_evicted_ones_leave_nothing_behind(self):
+        rig = self.rig()
+        rig.later(3601)
+        assert len(rig.state.sessions) == 0
+        assert not rig.state.sessions._children
+
+    def test_a_session_that_names_itself_does_no_harm(self):
+        rig = self.rig()
+        for session, parent in (("x", "y"), ("y", "x"), ("z", "z")):
+            rig.complete(rig.placed(session, parent_session=parent), session)
+        for session in ("x", "z"):
+            rig.complete(rig.placed(session), session, session_final=True)
+            assert rig.entry(session) is None
+        assert rig.entry("y") is None

@@ -9,9 +9,8 @@ import pytest
 from talaria_common.clock import to_ms
 from talaria_common.ids import hash_id, partition_of
 from talaria_common.wire import Placement, SessionRecord, decode, encode
-from talaria_router.asking import key_of
 from talaria_router.messages import Dirty, Gained, Load, Lost, Restored
-from talaria_router.sessions import Entry, SessionTable
+from talaria_router.sessions import Entry, SessionTable, key_of
 from tests.router.rig import Rig, model, only, outcome
 
 KEY = key_of("t", "s", "m")[0]

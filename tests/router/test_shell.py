@@ -12,8 +12,8 @@ from talaria_common import subjects
 from talaria_common.clock import SystemClock
 from talaria_common.ids import PARTITIONS, partition_of
 from talaria_common.wire import ClusterView, Event, InstanceView, ModelState, Snapshot, decode, encode
-from talaria_router.asking import key_of
 from talaria_router.metrics import RouterCollector
+from talaria_router.sessions import key_of
 from talaria_router.shell import RouterShell
 from tests.conftest import Connect
 from tests.router.mesh import Api, Instance, M, Telemetry, config, router

@@ -7,11 +7,9 @@ health probe, room, the opening of its model, an instance that is silent or bein
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal
 
 from talaria_common.clock import from_ms
-from talaria_common.ids import PARTITIONS, hash_id
 from talaria_common.wire import Queued, RouteReply
 from talaria_router import placing, verdicts
 from talaria_router.calls import Case, Waiting
@@ -20,7 +18,7 @@ from talaria_router.cost import profile_of
 from talaria_router.leases import obstacle
 from talaria_router.messages import Ask, Dirty, Load, Probe, Reply
 from talaria_router.ranking import Ranking
-from talaria_router.sessions import Entry
+from talaria_router.sessions import Entry, key_of
 from talaria_router.state import Turn
 
 _SETTLED = frozenset({"honoured", "probing"})
@@ -29,13 +27,6 @@ TELL_AT = 0.8
 """A call that waits for room is told so after this part of the time after which its api would ask again."""
 ASKS_MISSED = 3
 """A call that waits for room is dropped when its api did not ask again for this many of its intervals."""
-
-
-@lru_cache(8192)
-def key_of(tenant: str, session: str, model: str) -> tuple[str, int]:
-    """(key, partition) of a session on a model. The partition is `ids.partition_of`, without hashing twice."""
-    key = hash_id(tenant, session, model)
-    return key, int(key[:8], 16) % PARTITIONS
 
 
 def ask(turn: Turn, message: Ask) -> None:
@@ -242,6 +233,9 @@ def _returned(turn: Turn, case: Case, entry: Entry, probed: bool | None) -> str:
         state.gaps.returned((entry.tenant, entry.model), now - entry.away_since)
         entry.away_since = 0.0
     state.sessions.touch(case.key, entry, now)
+    parent = case.ask.request.parent_session
+    if parent and parent != entry.parent:
+        state.sessions.adopt(case.key, entry, parent)
     if entry.lease_until > 0 and state.probing.get(case.key, rid) == rid:
         return _try_lease(turn, case, entry, probed)
     return "none"

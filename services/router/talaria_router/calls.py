@@ -23,6 +23,8 @@ class Placed:
     accept_by: float
     forget_at: float
     prefix_id: str = ""
+    parent: str = ""
+    """Its session is a sub-agent of this one."""
 
 
 @dataclass(slots=True)

@@ -7,9 +7,10 @@ from sys import intern
 from talaria_common.clock import from_ms
 from talaria_common.wire import ClusterView, Completion, Snapshot
 from talaria_router import asking
+from talaria_router.calls import Placed
 from talaria_router.messages import Controlled, Dirty, Follow, Gained, Lost, Probed, Restored
 from talaria_router.replicas import leader
-from talaria_router.sessions import Entry
+from talaria_router.sessions import Entry, key_of
 from talaria_router.state import Owned, RouterState, Turn
 
 
@@ -31,13 +32,15 @@ def completed(turn: Turn, c: Completion) -> None:
             state.shared.computed((c.tenant, c.model, placed.prefix_id), c.iid, c.epoch, c.kv_epoch)
         if placed is not None and placed.placement.via == "lease" and c.cached_tokens == 0:
             state.leases.missed()
-    key, partition = asking.key_of(c.tenant, c.session, c.model)
+    key, partition = key_of(c.tenant, c.session, c.model)
     if partition in state.owned:
         if c.session_final:
             _drop(turn, key, "final")
             turn.out.append(Dirty(key))
         elif c.ok:
-            _session_follows(turn, c, key, partition)
+            _session_follows(turn, c, key, partition, placed)
+    if c.session_final:
+        _sub_agents_end(turn, c.tenant, c.session)
     asking.room(turn)
     state.ranker.boards.settle_one(c.model)
 
@@ -78,7 +81,7 @@ def restored(turn: Turn, message: Restored) -> None:
     state, now, record = turn.state, turn.now, message.record
     waiting = [rid for rid, w in state.waiting.items() if w.why == "restore" and w.case.key == message.key]
     if record is not None:
-        key, partition = asking.key_of(record.tenant, record.session, record.model)
+        key, partition = key_of(record.tenant, record.session, record.model)
         owned = state.owned.get(partition)
         idle = from_ms(record.last_use_ms) + state.config.session_idle_s < now
         if key == message.key and owned is not None and not idle and state.entry(key, partition) is None:
@@ -158,7 +161,17 @@ def _off_the_load(state: RouterState, c: Completion) -> None:
         state.overlay.ended(c.iid, c.model, c.at_ms)
 
 
-def _session_follows(turn: Turn, c: Completion, key: str, partition: int) -> None:
+def _sub_agents_end(turn: Turn, tenant: str, session: str) -> None:
+    """The session is over, and with it those that it began, wherever their partitions' owner hears of it."""
+    over = [session]
+    while over:
+        for key, entry in turn.state.sessions.children(tenant, over.pop()):
+            _drop(turn, key, "final")
+            turn.out.append(Dirty(key))
+            over.append(entry.session)
+
+
+def _session_follows(turn: Turn, c: Completion, key: str, partition: int, placed: Placed | None) -> None:
     """The session was last there, with that KV; it holds a lease there for τ."""
     state, now = turn.state, turn.now
     entry = state.entry(key, partition)
@@ -175,6 +188,10 @@ def _session_follows(turn: Turn, c: Completion, key: str, partition: int) -> Non
     entry.last_use = entry.away_since = now
     state.gaps.completed((entry.tenant, entry.model))
     state.sessions.put(key, entry)
+    if placed is not None:
+        entry.prefix_id = intern(placed.prefix_id)
+        if placed.parent and placed.parent != entry.parent:
+            state.sessions.adopt(key, entry, intern(placed.parent))
     turn.out.append(Dirty(key))
     # A completion that was held up (a reconnect) reserves only what is left of τ; clocks may differ by the tolerance.
     late = max(0.0, now - from_ms(c.at_ms) - state.config.skew_s)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from talaria_common.clock import from_ms, to_ms
-from talaria_common.wire import Fence, Placement, RouteReply, Verdict
+from talaria_common.wire import Fence, Placement, RouteReply, RouteRequest, Verdict
 from talaria_common.wire.route import RouteVia
 from talaria_router import verdicts
 from talaria_router.calls import Case, Placed, Waiting
-from talaria_router.cost import Call, Candidate
+from talaria_router.cost import Call, Candidate, kv_of
 from talaria_router.events import Decision, route_event
 from talaria_router.messages import Emit, Reply
 from talaria_router.ranking import Ranking
+from talaria_router.sessions import key_of
 from talaria_router.state import RouterState, Turn
 
 _NOBODY: frozenset[str] = frozenset()
@@ -37,6 +38,8 @@ def rank(state: RouterState, now: float, case: Case) -> Ranking:
     shared_tokens, sharers = 0, _NOBODY
     if request.prefix_id:
         sharers = state.shared.holders((request.tenant, request.model, request.prefix_id), state.cluster)
+        if request.parent_session:
+            sharers |= _where_its_parent_is(state, request, request.parent_session)
         shared_tokens = state.profiles.prompt_tokens(request.model, request.prefix_bytes) if sharers else 0
     call = Call(  # by position: for speed
         request.rid,
@@ -50,6 +53,19 @@ def rank(state: RouterState, now: float, case: Case) -> Ranking:
         sharers,
     )
     return state.ranker.rank(call, now, state.demand)
+
+
+def _where_its_parent_is(state: RouterState, request: RouteRequest, parent: str) -> frozenset[str]:
+    """The instance of the session whose sub-agent asks, if that began its prompt alike and its KV may be there.
+
+    Only as far as this router owns the parent's partition: it is a hint, as all sharers are.
+    """
+    entry = state.sessions.get(key_of(request.tenant, parent, request.model)[0])
+    instance = state.cluster.get(entry.iid) if entry is not None and entry.prefix_id == request.prefix_id else None
+    model = instance.models.get(request.model) if instance is not None else None
+    if entry is None or instance is None or model is None or kv_of(entry, instance, model) == "missing":
+        return _NOBODY
+    return frozenset((entry.iid,))
 
 
 def settle(turn: Turn, case: Case, ranking: Ranking, lease: str) -> bool:
@@ -107,8 +123,10 @@ def place(turn: Turn, case: Case, target: Target, lease: str, ranking: Ranking |
         continuation=entry is not None and entry.iid == iid,
     )
     forget_at = max(deadline, accept_by) + config.skew_s
+    parent = request.parent_session or ""
     state.calls.place(
-        request.rid, Placed(request.attempt, request.tenant, placement, accept_by, forget_at, request.prefix_id)
+        request.rid,
+        Placed(request.attempt, request.tenant, placement, accept_by, forget_at, request.prefix_id, parent),
     )
     state.returns.came(case.key)
     counts = state.counts

@@ -11,9 +11,18 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from talaria_common.clock import from_ms, to_ms
+from talaria_common.ids import PARTITIONS, hash_id
 from talaria_common.wire import SessionRecord
+
+
+@lru_cache(8192)
+def key_of(tenant: str, session: str, model: str) -> tuple[str, int]:
+    """(key, partition) of a session on a model. The partition is `ids.partition_of`, without hashing twice."""
+    key = hash_id(tenant, session, model)
+    return key, int(key[:8], 16) % PARTITIONS
 
 
 @dataclass(slots=True)
@@ -38,6 +47,10 @@ class Entry:
     """When its last call ended, until it comes back; 0: it is here, or that is not known."""
     owner_rev: int = 0
     """Revision of the partition claim under which this was learnt."""
+    parent: str = ""
+    """Session whose sub-agent it is; "": none, or nobody has said so since it was restored."""
+    prefix_id: str = ""
+    """How its last prompt began, where sessions share that."""
 
     def record(self) -> SessionRecord:
         """The entry as it is written behind."""
@@ -86,6 +99,7 @@ class SessionTable:
         self._idle_s = idle_s
         self._limit = limit
         self._expiry: list[tuple[float, str]] = []
+        self._children: dict[tuple[str, str], set[str]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -113,7 +127,27 @@ class SessionTable:
 
     def remove(self, key: str) -> Entry | None:
         """Forget a session; its lease is the caller's to settle."""
-        return self._entries.pop(key, None)
+        entry = self._entries.pop(key, None)
+        if entry is not None and entry.parent:
+            self._disown(key, entry)
+        return entry
+
+    def adopt(self, key: str, entry: Entry, parent: str) -> None:
+        """The entry, which is in the table, is a sub-agent of the same tenant's session `parent`."""
+        if entry.parent:
+            self._disown(key, entry)
+        entry.parent = parent
+        self._children.setdefault((entry.tenant, parent), set()).add(key)
+
+    def children(self, tenant: str, parent: str) -> list[tuple[str, Entry]]:
+        """The sub-agents of a session, on whatever model."""
+        return [(key, self._entries[key]) for key in sorted(self._children.get((tenant, parent), ()))]
+
+    def _disown(self, key: str, entry: Entry) -> None:
+        siblings = self._children[entry.tenant, entry.parent]
+        siblings.discard(key)
+        if not siblings:
+            del self._children[entry.tenant, entry.parent]
 
     def overdue(self, now: float) -> str | None:
         """The key that must be forgotten next: idle for too long, or one too many. None: all is well."""
