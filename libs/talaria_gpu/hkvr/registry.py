@@ -77,6 +77,7 @@ class Registry:
         pool: where blocks get their cells.
         move: copies the bytes of one cell to another; called in the middle of making room.
         cost_ms_per_token: what recomputing a token of a model costs, by its name; the scale does not matter.
+        freed: told of each cell that nobody has any more. For tests, which overwrite it.
     """
 
     def __init__(
@@ -84,10 +85,12 @@ class Registry:
         pool: SlabPool,
         move: Callable[[Move], None],
         cost_ms_per_token: Callable[[str], float] = lambda _: 1.0,
+        freed: Callable[[Cell], None] | None = None,
     ) -> None:
         self._pool = pool
         self._move = move
         self._cost = cost_ms_per_token
+        self._freed = freed
         self._blocks: dict[bytes, Block] = {}
         self._by_cell: dict[int, Block] = {}
         """Every cell in use by a block, "gone" but pinned ones included, by offset."""
@@ -286,7 +289,7 @@ class Registry:
         """Return them."""
         for cell in cells:
             self._private.remove(cell)
-            self._pool.give(cell)
+            self._give(cell)
 
     # --- inside
 
@@ -371,7 +374,12 @@ class Registry:
 
     def _free(self, block: Block) -> None:
         del self._by_cell[block.cell.offset]
-        self._pool.give(block.cell)
+        self._give(block.cell)
+
+    def _give(self, cell: Cell) -> None:
+        if self._freed is not None:
+            self._freed(cell)
+        self._pool.give(cell)
 
     def check(self) -> str:
         """What is wrong with the books; "" if nothing."""

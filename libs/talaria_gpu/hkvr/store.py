@@ -14,12 +14,14 @@ from talaria_gpu.hkvr.agreement import Alone, Ranks, agree_on
 from talaria_gpu.hkvr.moves import Batch, Moves
 from talaria_gpu.hkvr.records import Parked, Restore, Save, Snapshot, Stats
 from talaria_gpu.hkvr.registry import Block, Registry
-from talaria_gpu.hkvr.slabs import Move, SlabPool
+from talaria_gpu.hkvr.slabs import Cell, Move, SlabPool
 from talaria_gpu.hkvr.states import Found, state_keys
 from talaria_gpu.hkvr.transfer import DeviceKv, Piece
 from talaria_gpu.streams import CopyThread, Transfer
 
 SLAB_BYTES = 8 << 20
+POISON = 0xFF
+"""Garbage byte: NaN as float32, float16 and bfloat16."""
 _EWMA = 0.3
 _UNDER_WAY, _FAILED, _COMPLETE = range(3)
 """Of a copy, in the order in which the least of all ranks' counts."""
@@ -37,6 +39,7 @@ class HostKv:
         h2d_gbps: the same for restores.
         cost_ms_per_token: see `Registry`.
         ranks: those that keep the same blocks, each its own share.
+        poison: overwrite cells that are given back with garbage, so that reading stale bytes shows.
     """
 
     def __init__(
@@ -50,11 +53,14 @@ class HostKv:
         h2d_gbps: float | None = None,
         cost_ms_per_token: Callable[[str], float] = lambda _: 1.0,
         ranks: Ranks = Alone(),  # noqa: B008 - has no state
+        poison: bool = False,
     ) -> None:
         self._ranks = ranks
         slab = min(SLAB_BYTES, max(capacity_bytes // 8, 1)) if slab_bytes is None else slab_bytes
         self._pool = torch.empty(capacity_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.registry = Registry(SlabPool(capacity_bytes, slab), self._move, cost_ms_per_token)
+        self._poison = poison
+        freed = self._spoil if poison else None
+        self.registry = Registry(SlabPool(capacity_bytes, slab), self._move, cost_ms_per_token, freed)
         self._verify = verify
         self._outward, self._inward = (Moves(name, self._pool, device) for name in ("kv-out", "kv-in"))
         self._out = CopyThread("kv-d2h", device, d2h_gbps and d2h_gbps * 1e9)
@@ -360,6 +366,11 @@ class HostKv:
         self._pool[target.offset : target.offset + target.size].copy_(
             self._pool[source.offset : source.offset + source.size]
         )
+        if self._poison:
+            self._spoil(source)
+
+    def _spoil(self, cell: Cell) -> None:
+        self._pool[cell.offset : cell.offset + cell.size] = POISON
 
     def _count(self, direction: str, transfer: Transfer) -> None:
         total = self._totals[direction]
