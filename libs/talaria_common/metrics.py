@@ -75,6 +75,10 @@ class LabelledTally:
         """One more."""
         self._rows[labels] = self._rows.get(labels, 0) + 1
 
+    def put(self, count: int, *labels: str) -> None:
+        """So many: of what somebody else counts."""
+        self._rows[labels] = count
+
     def collect(self) -> Iterator[CounterMetricFamily]:
         """For the registry."""
         family = CounterMetricFamily(self._name, self._says, labels=self._labels)

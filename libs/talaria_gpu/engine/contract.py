@@ -224,6 +224,31 @@ class Staged(NamedTuple):
     """Of its weights; what was staged and overwritten since does not count."""
 
 
+class HostKvFigures(NamedTuple):
+    """KV kept on the host (4.3), of one rank. Counts are since the engine was made; what ranks agree on is alike."""
+
+    capacity_bytes: int = 0
+    taken_bytes: int = 0
+    blocks: int = 0
+    d2h_bytes: int = 0
+    h2d_bytes: int = 0
+    saved: int = 0
+    """Blocks, like what follows, unless it says otherwise."""
+    restored: int = 0
+    restored_tokens: int = 0
+    evicted: int = 0
+    refused: int = 0
+    """Not saved: there was no room."""
+    corrupt: int = 0
+    """Restores cut short by a checksum that differed; the rest was computed."""
+    disagreed: int = 0
+    """Prefixes cut short because not all ranks had the same; the rest was computed."""
+    failed: int = 0
+    """Saved blocks, or restores, whose copy did not complete."""
+    moved: int = 0
+    """To make room."""
+
+
 class SwitchFailedError(EngineError):
     """A switch failed and was rolled back: `model` could not be opened, `active` is what serves now (None: nothing)."""
 
@@ -322,6 +347,11 @@ class Engine(Protocol):
     @property
     def staged(self) -> Staged:
         """What a switch would find staged if it came now."""
+        ...
+
+    @property
+    def host_kv(self) -> HostKvFigures | None:
+        """Totals of the KV on the host; None: none is kept there."""
         ...
 
     def open_model(self, model: str) -> bool:

@@ -168,7 +168,7 @@ class SlotDriver:
     def next_wakeup(self) -> float | None:
         """Seconds until `turn` has something to do: 0 at once, None when only a new call can bring it."""
         wait = self._until_work()
-        if not self._opening:
+        if not self._opening or self._under_way is not None:  # the files are asked about between steps
             return wait
         poll = max(0.0, self._poll_at - self._clock.now())
         return poll if wait is None else min(wait, poll)
@@ -245,6 +245,7 @@ class SlotDriver:
             infeasible=",".join(plan.infeasible) if plan else "",
             scheduler_ms=self._scheduler_s * 1000,
             engine_ms=self._engine_s * 1000,
+            host_kv=self._engine.host_kv,
         )
 
     def close(self) -> None:

@@ -15,7 +15,15 @@ from typing import Any
 import msgspec
 
 from talaria_common.errors import ErrorInfo
-from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, Staged, StepResult, SwitchTiming
+from talaria_gpu.engine.contract import (
+    EngineCall,
+    HostKvFigures,
+    ModelInfo,
+    ModelLoad,
+    Staged,
+    StepResult,
+    SwitchTiming,
+)
 
 
 class _Ipc(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -197,6 +205,7 @@ class Status(_Ipc, frozen=True, kw_only=True):
     """Time spent deciding so far, look-ups of prefixes included."""
     engine_ms: float = 0.0
     """Time spent in steps and switches so far."""
+    host_kv: HostKvFigures | None = None
 
 
 class Fatal(_Ipc, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@
     states      recurrent states in the registry: each of one exact prefix
     transfer    rows on the device <-> blocks in host memory (needs torch)
     moves       copies with checksums, made beside the copies (needs torch)
+    figures     what an engine tells of it
     records     what `HostKv` takes and gives (needs torch)
     store       `HostKv`: all of it together, for one rank (needs torch)
 

@@ -6,6 +6,8 @@ from talaria_common.metrics import Metrics
 from talaria_common.wire import Event, ForwardReply, TokenBatch
 from talaria_gpu.engine.ipc import Status
 
+HOST_KV_EVENTS = ("saved", "restored", "evicted", "refused", "corrupt", "disagreed", "failed")
+
 
 class InstanceMetrics:
     """Counts what goes out. `registry` is what /metrics shows."""
@@ -26,12 +28,26 @@ class InstanceMetrics:
         self.switching = metrics.counter("switch_seconds", "Time spent in model switches, by target", ["model"])
         self.scheduling = metrics.gauge("scheduler_seconds", "Time that the engine process has spent deciding")
         self.stepping = metrics.gauge("engine_seconds", "Time that it has spent in steps and switches")
+        self.host_kv = metrics.gauge("host_kv_bytes", "KV kept in host memory: the pool, and what is taken", ["state"])
+        self.host_kv_events = metrics.labelled_tally(
+            "host_kv_events",
+            "Since the engine process started: blocks saved, restored, evicted, refused for want of room; restores cut "
+            "short as corrupt, disagreed on between ranks, or failed",
+            ["event"],
+        )
         self.tokenising = metrics.histogram("tokenise_seconds", "From body to token ids, waiting included", ["where"])
 
     def spent(self, status: Status) -> None:
-        """Where the engine process's time went, as its heartbeat says."""
+        """What the engine process's heartbeat says: where its time went, what became of KV on the host."""
         self.scheduling.set(status.scheduler_ms / 1000)
         self.stepping.set(status.engine_ms / 1000)
+        kept = status.host_kv
+        if kept is None:
+            return
+        self.host_kv.labels("capacity").set(kept.capacity_bytes)
+        self.host_kv.labels("taken").set(kept.taken_bytes)
+        for event in HOST_KV_EVENTS:
+            self.host_kv_events.put(getattr(kept, event), event)
 
     def observe(self, message: object) -> None:
         """Count a message that goes out."""

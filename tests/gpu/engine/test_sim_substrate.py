@@ -123,6 +123,11 @@ class TestHostKv:
         assert rig.tokens("two") == expected_tokens(follow(prompt), 4)
         assert rig.engine.load("a").kv_epoch == 0
         assert rig.engine.load("a").restore_ms_per_token > 0
+        told = rig.driver.status().host_kv
+        assert told is not None
+        assert told.restored_tokens == first.cached_tokens
+        assert told.saved >= told.restored > 0
+        assert 0 < told.taken_bytes <= told.capacity_bytes
 
     def test_a_restore_takes_the_link_s_time(self) -> None:
         """16 MB at 100 MB/s before the rest is prefilled; nothing else can run."""

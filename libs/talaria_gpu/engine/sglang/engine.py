@@ -15,6 +15,7 @@ import torch
 from talaria_common.errors import BadRequestError, ContextLengthError, EngineError
 from talaria_gpu.engine.contract import (
     EngineCall,
+    HostKvFigures,
     ModelInfo,
     ModelLoad,
     PrefixState,
@@ -31,6 +32,7 @@ from talaria_gpu.engine.sglang.opening import OpenModel
 from talaria_gpu.engine.sglang.spec import HostKvOptions, MemoryOptions, ModelSpec
 from talaria_gpu.engine.sglang.switching import Switcher
 from talaria_gpu.hkvr.agreement import Alone, RankLostError, Ranks
+from talaria_gpu.hkvr.figures import figures_of
 from talaria_gpu.hkvr.records import Stats
 from talaria_gpu.hkvr.store import HostKv
 from talaria_gpu.staging.chunks import State
@@ -412,6 +414,14 @@ class SglangEngine:
             host_kv_tokens=opened.residence.host_tokens,
             restore_ms_per_token=opened.residence.restore_ms_per_token,
         )
+
+    @property
+    def host_kv(self) -> HostKvFigures | None:
+        """See the contract."""
+        if self._host_kv is None:
+            return None
+        stats = self._host_kv.stats()
+        return figures_of(self._host_kv.registry, stats.d2h_bytes, stats.h2d_bytes)
 
     def host_kv_stats(self) -> Stats | None:
         """Totals of the host KV; None: there is none."""

@@ -22,12 +22,22 @@ from collections.abc import Sequence
 from talaria_common.clock import Clock
 from talaria_common.errors import BadRequestError, ContextLengthError, EngineError, ModelNotFoundError
 from talaria_common.settings import InstanceSettings
-from talaria_gpu.engine.contract import EngineCall, ModelInfo, ModelLoad, PrefixState, Staged, StepResult, SwitchTiming
+from talaria_gpu.engine.contract import (
+    EngineCall,
+    HostKvFigures,
+    ModelInfo,
+    ModelLoad,
+    PrefixState,
+    Staged,
+    StepResult,
+    SwitchTiming,
+)
 from talaria_gpu.engine.sim.device import Device, FlatDevice
 from talaria_gpu.engine.sim.flight import Flight, cut, decode
 from talaria_gpu.engine.sim.pool import SimCall, SimPool
 from talaria_gpu.engine.sim.substrate import SimSubstrate
 from talaria_gpu.engine.sim.tokens import EOS, VOCAB_SIZE
+from talaria_gpu.hkvr.figures import figures_of
 
 _CATCH_UP_MS = 100.0
 """How far a starved process may lag behind the modelled device and still make it up."""
@@ -210,6 +220,12 @@ class SimEngine:
     def staging_slack_bytes(self) -> int:
         """The gap, and KV that nothing holds; 0 where nothing is staged."""
         return 0 if self._kept is None or self._active is None else self._kept.slack_bytes(self._active)
+
+    @property
+    def host_kv(self) -> HostKvFigures | None:
+        """Totals of the registry; the bytes of copies are not counted."""
+        host = None if self._kept is None else self._kept.host
+        return None if host is None else figures_of(host.registry)
 
     @property
     def staged(self) -> Staged:

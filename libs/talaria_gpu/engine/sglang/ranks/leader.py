@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from talaria_common.errors import TalariaError
 from talaria_gpu.engine.contract import (
     EngineCall,
+    HostKvFigures,
     ModelInfo,
     ModelLoad,
     PrefixState,
@@ -240,6 +241,11 @@ class RankedEngine:
     def staging_slack_bytes(self) -> int:
         """Of one rank."""
         return self._engine.staging_slack_bytes
+
+    @property
+    def host_kv(self) -> HostKvFigures | None:
+        """See the contract."""
+        return self._engine.host_kv
 
     @property
     def staged(self) -> Staged:
