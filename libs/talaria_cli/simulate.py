@@ -66,15 +66,20 @@ def parse_bursts(text: str | None) -> Bursts | None:
 
 
 def groups(hardware: list[str], models: list[str]) -> tuple[Group, ...]:
-    """Groups of "NAME", "NAMExCOUNT" or "NAME[xCOUNT]:model,model"; without models of its own, `models`."""
+    """Groups of "NAME", "NAMExCOUNT" or "NAME[xCOUNT]:model,model"; without models of its own, `models`.
+
+    A model with a minus before it is closed at the start, and opened on demand.
+    """
     out = []
     for spec in hardware:
         name, count, own = _hardware(spec)
         chosen = own or tuple(models)
         if not chosen:
             raise ScenarioError(f"--hardware {spec!r}: no model; give --models, or NAME:model,model")
+        models_of = tuple(m.removeprefix("-") for m in chosen)
+        opened = None if models_of == chosen else tuple(m for m in chosen if not m.startswith("-"))
         pool = "hot" if len(chosen) == 1 else "cold"
-        out.append(Group(hardware=name, models=chosen, count=count, pool=pool))  # type: ignore[arg-type]
+        out.append(Group(hardware=name, models=models_of, open=opened, count=count, pool=pool))  # type: ignore[arg-type]
     return tuple(out)
 
 
@@ -223,6 +228,7 @@ def _show(result: SimResult, took_s: float) -> None:
         "returns to the same instance": f"{s['same_instance_share'] or 0:.1%}",
         "leases": ", ".join(f"{n} {what}" for what, n in s["leases"].items()),
         "avoidable opens": str(s["avoidable_opens"]),
+        "models opened, closed": ", ".join(f"{n} {what}" for what, n in s["replicas"].items()),
         "cost": f"{s['gpu_s_per_session']:.0f} GPU-s per session on {s['gpus']} GPUs",
         "peak KV": ", ".join(f"{name} {share:.0%}" for name, share in list(s["kv_peak_share"].items())[:8]),
     }

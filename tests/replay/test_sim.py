@@ -190,8 +190,7 @@ class TestMutations:
 class Nothing:
     """An engine without models."""
 
-    def models(self) -> dict[str, Any]:
-        return {}
+    capacities: dict[str, int] = {}
 
 
 PRESSED = Scenario(

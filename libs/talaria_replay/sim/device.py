@@ -183,6 +183,10 @@ class ProfiledDevice:
         """Decode iterations."""
         return self.times[model].decode_ms(batch, context_tokens, steps)
 
+    def open_ms(self, model: str) -> float:
+        """Its weights, from disk to the host."""
+        return self._specs[model].weight_bytes / self.hw.disk_gb_s / 1e6 if self.hw.disk_gb_s else 0.0
+
     def switch_ms(self, source: str | None, target: str, d2d_bytes: int = 0) -> Phases:
         """Every rank gathers its share within its HBM and, beside that, loads the rest from host (appendix D)."""
         hw = self.hw

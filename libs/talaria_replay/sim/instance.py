@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 
 from talaria_common.settings import InstanceSettings
-from talaria_common.wire import ForwardHead
+from talaria_common.wire import ControlRequest, ForwardHead
 from talaria_gpu.engine.driver import SlotDriver
-from talaria_gpu.engine.ipc import Abort, Ready, Report, SlotEnded, Submit, Switched
+from talaria_gpu.engine.ipc import Abort, Close, Open, Ready, Report, SlotEnded, Submit, Switched
 from talaria_gpu.engine.sim import SimEngine
 from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.text.byte_tokenizer import ByteTokenizer
@@ -17,6 +17,7 @@ from talaria_instance.messages import (
     Answer,
     CallKey,
     CancelCall,
+    Control,
     Effect,
     EngineSaid,
     EngineStarting,
@@ -82,7 +83,9 @@ class SimInstance:
         self._out = out
         self._heartbeat_s = heartbeat_s
         self.engine = SimEngine(settings, heap.clock, device, macro=True)
-        self.driver = SlotDriver(self.engine, config, heap.clock, stuck_s=math.inf, idle_check_s=IDLE_CHECK_S)
+        self.driver = SlotDriver(
+            self.engine, config, heap.clock, models=settings.models, stuck_s=math.inf, idle_check_s=IDLE_CHECK_S
+        )
         tokenizer = ByteTokenizer()
         self.core = InstanceCore(
             settings, "0", dict.fromkeys(settings.models, tokenizer), skew_s=SKEW_S, heartbeat_s=heartbeat_s
@@ -106,6 +109,10 @@ class SimInstance:
     def cancel(self, message: CancelCall) -> None:
         """An api gives a call up."""
         self._tell_core(message)
+
+    def control(self, handle: object, verb: str, model: str) -> None:
+        """The router opens or closes a model."""
+        self._tell_core(Control(handle, verb, ControlRequest(model=model)))
 
     def _beat(self) -> None:
         self._said(self.driver.status())
@@ -132,6 +139,13 @@ class SimInstance:
                     self._pump()
                 case Tell(command=Abort(rid=rid)):
                     self._reports(self.driver.abort(rid))
+                    self._pump()
+                case Tell(command=Open(model=model)):
+                    self.engine.interrupt()
+                    self._reports(self.driver.open(model))
+                    self._pump()
+                case Tell(command=Close(model=model)):
+                    self._reports(self.driver.close_model(model))
                     self._pump()
                 case StartEngine(generation=generation):
                     self._generation = generation

@@ -23,7 +23,7 @@ class InstanceLaws:
     def __init__(self, iid: str, engine: SimEngine, start: float) -> None:
         self._iid = iid
         self._engine = engine
-        self._capacity = {name: info.kv_capacity_tokens for name, info in engine.models().items()}
+        self._capacity = engine.capacities
         self._start = start
         self._slots_ms = 0.0
         self.kv_peak = dict.fromkeys(self._capacity, 0)

@@ -19,7 +19,7 @@ from talaria_api.peers import Peers
 from talaria_common.errors import TalariaError
 from talaria_common.ids import PARTITIONS, hash_id
 from talaria_common.settings import InstanceSettings
-from talaria_common.wire import Completion, ForwardReply, Frame, RouteReply, Snapshot, TokenBatch
+from talaria_common.wire import Completion, ControlReply, ForwardReply, Frame, RouteReply, Snapshot, TokenBatch
 from talaria_gpu.sched.config import SlotConfig
 from talaria_instance.messages import Answer, CancelCall, Params, Prompt, Publish
 from talaria_replay.sim.device import ProfiledDevice
@@ -85,6 +85,10 @@ class SimMesh:
                 tau_s=scenario.tau_s,
                 t_ttft_ms=scenario.t_ttft_s * 1000 if scenario.admission else math.inf,
                 gamma=scenario.gamma,
+                mu_ms_per_gib=scenario.mu_ms_per_gib,
+                nu_ms=scenario.nu_ms,
+                control_window_s=scenario.control_window_s,
+                replica_idle_s=scenario.replica_idle_s,
                 overload=scenario.overload,
                 queue_max=1_000_000,
                 heartbeat_s=scenario.heartbeat_s,
@@ -120,6 +124,8 @@ class SimMesh:
         self._peers = Peers(SILENCE_S, SILENCE_S)
         self._calls: dict[str, tuple[Request, ApiCall]] = {}
         self._serial = 0
+        self.replicas = {"opened": 0, "closed": 0, "refused": 0}
+        """What instances answered when the router had them open or close a model (Eq. 2)."""
 
     @property
     def events(self) -> int:
@@ -203,6 +209,8 @@ class SimMesh:
                         lambda: self._tell_router(router.Probed(iid, ok=True, epoch="0"))
                     )
                 )
+            elif isinstance(effect, router.Control):
+                self._later(lambda c=effect: self.instances[c.iid].control(c, c.verb, c.model))
             elif isinstance(effect, router.Load):
                 self._later(lambda key=effect.key: self._tell_router(router.Restored(key, None)))
 
@@ -219,7 +227,10 @@ class SimMesh:
 
     def _instance_says(self, iid: str, effect: Answer | Publish) -> None:
         message = effect.message
-        if isinstance(effect, Answer):
+        if isinstance(message, ControlReply):
+            assert isinstance(effect, Answer)
+            self._later(lambda: self._controlled(effect.handle, message))
+        elif isinstance(effect, Answer):
             assert isinstance(message, ForwardReply)
             rid, attempt = effect.handle
             self._later(lambda: self._answered(rid, attempt, message))
@@ -229,6 +240,11 @@ class SimMesh:
             self._later(lambda: self._frames(iid, message))
         elif isinstance(message, Snapshot):
             self._later(lambda: self._tell_telemetry(message))
+
+    def _controlled(self, control: Any, reply: ControlReply) -> None:
+        what = {"open": "opened", "close": "closed"}[control.verb] if reply.ok else "refused"
+        self.replicas[what] += 1
+        self._tell_router(router.Controlled(control, reply.ok))
 
     def _answered(self, rid: str, attempt: int, reply: ForwardReply) -> None:
         if rid in self._calls:

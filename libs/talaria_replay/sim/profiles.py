@@ -61,6 +61,8 @@ class Hardware(_Table, frozen=True):
     """Per GPU; for roofline."""
     kv_gb_s: float = 0.0
     """Per GPU: a link of its own for KV; 0: it shares the other."""
+    disk_gb_s: float = 0.0
+    """Into host memory, of the group: how fast a model that is opened is read; 0: at once."""
     staging_chunk_mib: float = 4.0
     """A staging chunk on one GPU, as in `[[instances]]`."""
 

@@ -72,6 +72,9 @@ def _instances(scenario: Scenario) -> Instances:
         named = {m.name: m for m in models}
         if len(named) != len(models):
             raise ScenarioError(f"groups[{g}]: a model stands there twice")
+        opened = None if group.open is None else tuple(profiles.model(name).name for name in group.open)
+        if opened is not None and (not opened or not set(opened) <= named.keys() or group.pool == "hot"):
+            raise ScenarioError(f"groups[{g}].open: expected one or more of {', '.join(named)}, in a cold pool")
         device = ProfiledDevice(
             profiles.changed(profiles.hardware(group.hardware), scenario.hardware),
             named,
@@ -87,6 +90,7 @@ def _instances(scenario: Scenario) -> Instances:
                 pool=group.pool,
                 engine="sim",
                 models=tuple(named),
+                open=opened,
                 page_size=scenario.page_tokens,
                 max_queued=scenario.max_queued,
                 slot_ms=config.slot_ms,
@@ -279,7 +283,7 @@ def _summary(mesh: SimMesh, run: _Run, slots: SlotTally, window_s: float) -> dic
     peaks: dict[str, float] = {}
     for i in mesh.instances.values():
         for name, peak in i.laws.kv_peak.items():
-            share = round(peak / i.engine.models()[name].kv_capacity_tokens, 4)
+            share = round(peak / i.engine.capacities[name], 4)
             peaks[name] = max(share, peaks.get(name, 0.0))
     hosts = [i.engine.kept.host for i in mesh.instances.values() if i.engine.kept is not None]
     host_counts = [h.registry.counts for h in hosts if h is not None]
@@ -302,6 +306,7 @@ def _summary(mesh: SimMesh, run: _Run, slots: SlotTally, window_s: float) -> dic
             "model_opens": sum(counts.opens.values()),
             "residency_hit_share": round(1 - sum(counts.opens.values()) / placed, 4) if placed else 0.0,
             "kv_peak_share": peaks,
+            "replicas": mesh.replicas,
             "host_kv": {
                 name: sum(getattr(c, name) for c in host_counts)
                 for name in ("saved", "restored", "restored_tokens", "evicted", "refused")

@@ -44,6 +44,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Profile names, or .toml files."""
     count: int = 1
     pool: Literal["hot", "cold"] = "cold"
+    open: tuple[str, ...] | None = None
+    """Those of `models` that are open at the start; the others are opened on demand (Eq. 2). None: all."""
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +58,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         admission: False: the router refuses no call for its predicted wait (as on a single server, where there is no
             other place); T_TTFT is then without bound there.
         overload: what the router does with a call that no instance admits.
+        mu_ms_per_gib, nu_ms, control_window_s, replica_idle_s: the router's, for Eq. 2.
         slot_ms, drain_ms: the slot scheduler's budgets; its round planner bounds them by Eq. 4 and 5.
         page_tokens, kv_block_tokens: of device and host KV; larger ones simulate faster, and reuse a little less.
         host_gib: host memory for KV of each instance; None: the hardware's.
@@ -77,6 +80,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     admission: bool = True
     overload: Literal["reject", "queue"] = "reject"
     max_queued: int = 256
+    mu_ms_per_gib: float = 2.0
+    nu_ms: float = 500.0
+    control_window_s: float = 10.0
+    replica_idle_s: float = 300.0
     slot_ms: float = 2000.0
     drain_ms: float = 0.0
     t_tpot_ms: float = 100.0

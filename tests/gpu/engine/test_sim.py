@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 
 from talaria_common.errors import EngineError
 from talaria_gpu.engine.contract import Sampling
-from talaria_gpu.engine.ipc import Status, Stepped, Switched
-from talaria_gpu.engine.sim import expected_text, expected_tokens
+from talaria_gpu.engine.driver import SlotDriver
+from talaria_gpu.engine.ipc import Opened, Status, Stepped, Switched
+from talaria_gpu.engine.sim import SimEngine, expected_text, expected_tokens
+from talaria_gpu.engine.sim.device import FlatDevice
+from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.text.byte_tokenizer import ByteTokenizer
 from tests.gpu.engine.rig import Rig, make_call
 
@@ -48,6 +51,38 @@ def test_without_delays_every_step_answers_at_once() -> None:
     assert len(rig.finished()) == 10
     assert rig.ms == 0
     assert len(rig.of(Stepped)) == 6  # one batch of all per step
+
+
+class Disk(FlatDevice):
+    """Reads a model in 300 ms."""
+
+    def open_ms(self, model: str) -> float:
+        return 300.0
+
+
+def test_opening_takes_as_long_as_the_device_says_and_nobody_waits_meanwhile() -> None:
+    rig = Rig(models=("a", "b"), ttft_ms=0, decode_step_ms=10)
+    settings = rig.instance.model_copy(update={"open": ("a",)})
+    rig.engine = SimEngine(settings, rig.clock, Disk(settings.sim))
+    rig.driver = SlotDriver(rig.engine, SlotConfig(200.0, 50.0), rig.clock, models=settings.models)
+    assert list(rig.engine.models()) == ["a"]
+    rig.submit(make_call("r", [1, 2, 3], new=200))
+    rig.until(105)
+    assert rig.driver.open("b") == []
+    rig.until(108)
+    rig.until(109)
+    wait = rig.driver.next_wakeup()
+    assert wait is not None
+    assert wait > 0, "a step is under way: there is nothing to ask for before its end"
+    rig.until(400)
+    assert list(rig.engine.models()) == ["a"]
+    rig.until(500)
+    (opened,) = rig.of(Opened)
+    assert opened.info.name == "b"
+    assert 300 <= opened.open_ms <= 400
+    rig.submit(make_call("s", [1, 2, 3], model="b", new=1))
+    rig.rest()
+    assert {"r", "s"} <= set(rig.finished())
 
 
 def test_tokens_are_letters_of_the_byte_tokenizer() -> None:

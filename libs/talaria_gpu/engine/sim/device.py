@@ -90,6 +90,10 @@ class Device(Protocol):
         """`steps` decode iterations of `batch` calls whose contexts come to `context_tokens` at the first."""
         ...
 
+    def open_ms(self, model: str) -> float:
+        """Reading the weights of a model that is opened."""
+        ...
+
     def switch_ms(self, source: str | None, target: str, d2d_bytes: int = 0) -> Phases:
         """A switch between two models, `d2d_bytes` of whose weights were staged; without waits, parks and restores."""
         ...
@@ -127,6 +131,11 @@ class FlatDevice:
         """The same whatever the batch."""
         del model, batch, context_tokens
         return self._sim.decode_step_ms * steps
+
+    def open_ms(self, model: str) -> float:
+        """None."""
+        del model
+        return 0.0
 
     def switch_ms(self, source: str | None, target: str, d2d_bytes: int = 0) -> Phases:
         """All of it loading."""

@@ -51,7 +51,8 @@ class SimEngine:
     ) -> None:
         """An engine with the models of `instance`, timed by `device` (default: `instance.sim`) on `clock`.
 
-        A single model is in the device buffer from the start; of several, none is. `macro`: see the module.
+        A single model is in the device buffer from the start; of several, none is. All are open but those that
+        `instance.open` leaves out. `macro`: see the module.
         """
         self._device = device or FlatDevice(instance.sim)
         self._clock = clock
@@ -67,7 +68,9 @@ class SimEngine:
         }
         self._kept = SimSubstrate.of(self._device, self._specs, self._pools, instance.page_size, clock.now())
         self._model_of: dict[str, str] = {}
-        self._closed: set[str] = set()
+        self._closed: set[str] = set() if instance.open is None else {*instance.models} - {*instance.open}
+        self._opening: dict[str, float] = {}
+        """When the weights of models that are being opened will have been read."""
         self._active = instance.models[0] if len(instance.models) == 1 else None
         self._flight: Flight | None = None
         self._free_at = 0.0
@@ -95,6 +98,11 @@ class SimEngine:
             for name, spec in self._specs.items()
             if name not in self._closed
         }
+
+    @property
+    def capacities(self) -> dict[str, int]:
+        """KV capacity in tokens of every model, closed ones too."""
+        return {name: spec.kv_capacity_tokens for name, spec in self._specs.items()}
 
     @property
     def active(self) -> str | None:
@@ -233,10 +241,15 @@ class SimEngine:
         return Staged() if self._kept is None else self._kept.staged
 
     def open_model(self, model: str) -> bool:
-        """Open it, at once. Raises ModelNotFoundError."""
+        """Open it; False for `open_ms` from the first time it is asked for. Raises ModelNotFoundError."""
         if model not in self._pools:
             raise ModelNotFoundError(f"model {model!r} is not configured here")
-        self._closed.discard(model)
+        if model in self._closed:
+            now = self._clock.now()
+            if self._opening.setdefault(model, now + self._device.open_ms(model) / 1000) > now:
+                return False
+            del self._opening[model]
+            self._closed.discard(model)
         return True
 
     def close_model(self, model: str) -> None:
@@ -250,7 +263,13 @@ class SimEngine:
                 self._kept.leave(model, self._clock.now())
             self._pools[model].deactivate()
             self._active = None
+        if self._kept is not None:
+            self._kept.closed(model, self._clock.now())
         self._closed.add(model)
+
+    def interrupt(self) -> None:
+        """Somebody wants to be heard: a macro-step under way ends at its next iteration."""
+        self._cut()
 
     # --- the device
 
@@ -353,7 +372,7 @@ class SimEngine:
         elif pool.running:
             self._flight = self._decoding(pool, now)
             if self._macro:
-                self._cut(self.horizon)
+                self._cut(min([self.horizon, *self._opening.values()]))
         if self._flight is not None:
             self._free_at = self._flight.due
 

@@ -162,6 +162,13 @@ class SimSubstrate:
         """What lies staged now."""
         return Staged() if self.staging is None else Staged(self.staging.model, self.staging.staged_bytes)
 
+    def closed(self, model: str, now: float) -> None:
+        """The model is closed: nobody will want its weights."""
+        if self.staging is not None and self.staging.model == model:
+            self._h2d.advance(now)
+            self.staging.cancel()
+            self.staging = None
+
     def slack_bytes(self, active: str) -> int:
         """Bytes that weights could be staged in now; 0 where nothing is staged."""
         if not self._figures.staging:
