@@ -97,7 +97,15 @@ def life(
                     tokens[0] += t.token_ids
                     tokens[1], tokens[2] = round(clock.now(), 6), (t.finished, t.cached_tokens, t.cache_source)
             elif isinstance(report, SlotEnded):
-                slots.append((report.model, round(report.wall_ms, 3), report.decodes, report.retracted, report.reason))
+                slots.append(
+                    (
+                        report.model,
+                        round(report.wall_ms, 3),
+                        report.decodes,
+                        report.suspended + report.retracted,
+                        report.reason,
+                    )
+                )
     engine.check_idle()
     return ends, slots, turns
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ from talaria_replay.sim.laws import CallLaws, InstanceLaws, LawError
 from talaria_replay.sim.run import encode, simulate
 from talaria_replay.sim.scenario import Group, Scenario, ScenarioError
 from talaria_replay.trace import Call
-from talaria_router import cost
+from talaria_router import asking, cost
+from talaria_router.overlay import Overlay
 from talaria_router.policies import POLICIES
 
 BIG = ("qwen3-235b", "glm-5-nvfp4", "qwen3.5-122b")
@@ -55,6 +58,48 @@ def test_the_same_input_gives_the_same_bytes(scenario: Scenario) -> None:
     first = encode(simulate(scenario, calls))
     assert encode(simulate(scenario, calls)) == first
     assert encode(simulate(msgspec.structs.replace(scenario, hop_ms=2.0), calls)) != first
+
+
+def test_hash_seeds_change_nothing() -> None:
+    """The order of a set must not matter: another process has another one."""
+    program = """if True:
+        import hashlib
+        from talaria_replay.sim.run import encode, simulate
+        from tests.replay.test_sim import SMALL, TWO, trace_of
+        print(hashlib.sha256(encode(simulate(TWO, trace_of(SMALL, 4, 2)))).hexdigest())
+    """
+
+    def run(seed: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        return done.stdout
+
+    first = run("1")
+    assert len(first.strip()) == 64
+    assert run("2") == first
+
+
+def test_an_overlay_that_keeps_a_charge_gives_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that never leaves the router's overlay is load for ever."""
+    plain = Overlay.leave
+
+    def keeps_one_token(self: Overlay, iid: str, seq: int) -> bool:
+        left = plain(self, iid, seq)
+        if left:
+            self.enter(iid, SMALL[0], 1, float("inf"))
+            monkeypatch.setattr(Overlay, "leave", plain)
+        return left
+
+    monkeypatch.setattr(Overlay, "leave", keeps_one_token)
+    monkeypatch.setattr(Overlay, "reconcile", lambda *_: None)
+    with pytest.raises(LawError, match="overlay"):
+        simulate(TWO, trace_of(SMALL, 2, 2))
 
 
 @given(
@@ -147,44 +192,15 @@ class TestMutations:
         after = simulate(MUTATED, calls).summary
         assert after["sct_s"]["p50"] != before["sct_s"]["p50"]
 
-    def test_eviction(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Most recently used first: returns find less, when KV is short."""
-        from talaria_gpu.engine.sim import prefix
-
-        scenario = Scenario(
-            groups=(Group(hardware="paper-tp8", models=("qwen3-235b",), pool="hot"),),
-            calibration="aic",
-            ablation="sp-only",
-            admission=False,
-        )
-
-        class Small(ProfiledDevice):
-            def spec(self, model: str) -> Any:
-                return replace(super().spec(model), kv_capacity_tokens=160_000)
-
-        monkeypatch.setattr("talaria_replay.sim.run.ProfiledDevice", Small)
-        calls = list(
-            generate("paper", sessions=10, models=["qwen3-235b"], seed=1, max_calls=8, max_context_tokens=40_000)
-        )
+    def test_leases(self, monkeypatch: pytest.MonkeyPatch, calls: list[Call]) -> None:
+        """No lease can be honoured: a return is placed as everybody else, where the check may refuse it."""
+        scenario = msgspec.structs.replace(MUTATED, tau_s=10.0)
         before = simulate(scenario, calls).summary
-
-        def newest_first(self: prefix.PrefixCache, tokens: int) -> int:
-            freed = 0
-            while freed < tokens:
-                leaves = [n for n in self._nodes() if not n.children and not n.locks]
-                if not leaves:
-                    break
-                leaf = max(leaves, key=lambda n: n.used)
-                parent, leaf.parent = leaf.parent, None
-                assert parent is not None
-                del parent.children[leaf.edge[: self._code]]
-                freed += leaf.tokens
-            self.tokens -= freed
-            return freed
-
-        monkeypatch.setattr(prefix.PrefixCache, "evict", newest_first)
+        assert before["leases"]["honoured"] > 0
+        monkeypatch.setattr(asking, "obstacle", lambda *_: "prefix")
         after = simulate(scenario, calls).summary
-        assert after["cached_share"] != before["cached_share"]
+        assert after["leases"]["honoured"] == 0
+        assert after["sct_s"] != before["sct_s"]
 
 
 class Nothing:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from talaria_common.settings import InstanceSettings
 from talaria_common.wire import ControlRequest, ForwardHead
 from talaria_gpu.engine.driver import SlotDriver
-from talaria_gpu.engine.ipc import Abort, Close, Open, Ready, Report, SlotEnded, Submit, Switched
+from talaria_gpu.engine.ipc import Abort, Close, Command, Open, Ready, Report, SlotEnded, Stop, Submit, Switched
 from talaria_gpu.engine.sim import SimEngine
 from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.text.byte_tokenizer import ByteTokenizer
@@ -134,25 +134,27 @@ class SimInstance:
                     self._out(self.iid, effect)
                 case Prepare(key=key, body=body):
                     self._heap.after(self._tokenize_s(len(body)), lambda k=key: self._prepared(k))  # type: ignore[misc]
-                case Tell(command=Submit(call=call)):
-                    self._reports(self.driver.submit(call))
-                    self._pump()
-                case Tell(command=Abort(rid=rid)):
-                    self._reports(self.driver.abort(rid))
-                    self._pump()
-                case Tell(command=Open(model=model)):
-                    self.engine.interrupt()
-                    self._reports(self.driver.open(model))
-                    self._pump()
-                case Tell(command=Close(model=model)):
-                    self._reports(self.driver.close_model(model))
-                    self._pump()
+                case Tell(command=command):
+                    self._command(command)
                 case StartEngine(generation=generation):
                     self._generation = generation
                 case KillEngine():
                     raise AssertionError(f"{self.iid}: the core gave its engine up: {self.core.reason}")
-                case Tell():
-                    pass  # status requests and the end: there is no other process here
+
+    def _command(self, command: Command) -> None:
+        match command:
+            case Submit(call=call):
+                self._reports(self.driver.submit(call))
+            case Abort(rid=rid):
+                self._reports(self.driver.abort(rid))
+            case Open(model=model):
+                self.engine.interrupt()
+                self._reports(self.driver.open(model))
+            case Close(model=model):
+                self._reports(self.driver.close_model(model))
+            case Stop():
+                return  # there is no other process here
+        self._pump()
 
     def _prepared(self, key: CallKey) -> None:
         self._tell_core(Prepared(key, self._prompt(key.rid)))

@@ -131,7 +131,8 @@ def simulate_sessions(scenario: Scenario, sessions: Iterable[Sequence[Call]], *,
         run.start()
         heap.run(run.done)
         closed = heap.clock.now()
-        heap.run(lambda: heap.clock.now() > closed + 2.0)  # what is on its way arrives
+        settled = closed + max(2.0, 3 * scenario.heartbeat_s)
+        heap.run(lambda: heap.clock.now() > settled)  # what is on its way arrives
     finally:
         if collects:
             gc.enable()
@@ -273,6 +274,9 @@ def _check(mesh: SimMesh, run: _Run) -> None:
     books = mesh.router.state.leases.books
     if books.installed != books.honoured + books.expired + sum(books.discarded.values()) + books.live:
         raise LawError(f"the books of leases do not balance: {books}")
+    charged = mesh.router.state.overlay.total()
+    if charged != (0, 0, books.live):
+        raise LawError(f"nothing is under way, but the router's overlay holds (calls, tokens, leases) {charged}")
 
 
 def _summary(mesh: SimMesh, run: _Run, slots: SlotTally, window_s: float) -> dict[str, Any]:
