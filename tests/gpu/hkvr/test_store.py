@@ -170,6 +170,20 @@ def test_dropped_while_being_restored(make):
     assert store.stats().taken_bytes == 0
 
 
+@pytest.mark.parametrize("poison", [False, True])
+def test_cells_that_are_given_back_are_garbage_if_asked_for(make, poison):
+    store, device = make(poison=poison), FakeDevice(MHA)
+    ids = list(range(8))
+    saved(store, device, ids)
+    cells = [block.cell for block in store.registry.match(device.keys(ids))]
+    parked = store.park(device.kv, device.take(4))
+    cells += [piece.cell for piece in parked.pieces]
+    store.forget(parked)
+    store.registry.drop_model(MHA.identity)
+    spoilt = [bool((store._pool[cell.offset : cell.offset + cell.size] == 0xFF).all()) for cell in cells]
+    assert spoilt[:2] == [poison] * 2
+
+
 def test_parked_rows_come_back_exactly_and_to_their_places(make):
     store, device = make(), FakeDevice(MLA)
     rows = device.take(11, scattered=1)

@@ -99,7 +99,9 @@ class SglangEngine:
             memory.check_share(buffer_bytes, torch.cuda.get_device_properties(self._device).total_memory)
         self._buffer = torch.zeros(buffer_bytes, dtype=torch.uint8, device=self._device)
         self._switcher = Switcher(self._buffer, memory, poison=poison, ranks=ranks)
-        self._host_kv = None if host_kv is None else _host_kv(host_kv, self._device, self._recompute_cost, ranks)
+        self._host_kv = (
+            None if host_kv is None else _host_kv(host_kv, self._device, self._recompute_cost, ranks, poison)
+        )
         self._strict = poison
         self._suspended = 0
         options: dict[str, Any] = {
@@ -471,7 +473,9 @@ def _share(device: str, rank: int) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, int(index or 0) + rank)
 
 
-def _host_kv(options: HostKvOptions, device: torch.device, cost: Callable[[str], float], ranks: Ranks) -> HostKv:
+def _host_kv(
+    options: HostKvOptions, device: torch.device, cost: Callable[[str], float], ranks: Ranks, poison: bool
+) -> HostKv:
     return HostKv(
         options.capacity_bytes,
         device,
@@ -480,4 +484,5 @@ def _host_kv(options: HostKvOptions, device: torch.device, cost: Callable[[str],
         h2d_gbps=options.h2d_gbps,
         cost_ms_per_token=cost,
         ranks=ranks,
+        poison=poison,
     )

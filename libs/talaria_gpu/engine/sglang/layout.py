@@ -197,6 +197,12 @@ class Region:
         """Overwrite all that is not the model's weights with garbage: whatever is read there unwritten shows."""
         self._buffer[self.weight_bytes :].fill_(POISON)
 
+    def poison_pages(self, pages: torch.Tensor) -> None:
+        """The same for pages that are free again."""
+        rows = (pages.view(-1, 1) * self._page_size + torch.arange(self._page_size, device=pages.device)).flatten()
+        for layer in self._kv:
+            layer[rows] = POISON
+
     def open_kv(self) -> None:
         """Zero the padding page and the padding state, which idle rows of a batch read and write."""
         for layer in self._kv:

@@ -41,7 +41,8 @@ class Switcher:
     Args:
         buffer: the device buffer, uint8.
         options: see `MemoryOptions`.
-        poison: overwrite all but the weights with garbage at every switch, so that reading stale bytes shows.
+        poison: overwrite all but the weights with garbage at every switch, and KV pages when they are freed, so that
+            reading stale bytes shows.
         ranks: that switch together.
     """
 
@@ -150,6 +151,7 @@ class Switcher:
         clock = _Phases(self._device)
         self._halt()
         retracted = leave(source) if source is not None else 0
+        self._poison_freed(source, False)
         clock.mark()
         opened = self._try_weights(target)
         if isinstance(opened, EngineError):
@@ -159,6 +161,7 @@ class Switcher:
         clock.mark()
         if self._poison:
             target.region.poison()
+        self._poison_freed(target, True)
         target.region.open_kv()
         clock.mark()
         target.unbound.enter()
@@ -224,6 +227,12 @@ class Switcher:
         self.opened(target.info.name)
         return plan, times
 
+    def _poison_freed(self, model: OpenModel | None, active: bool) -> None:
+        """While a model is active, and no longer: a call that is dropped later frees rows in bytes of another's."""
+        if self._poison and model is not None:
+            on_free = model.region.poison_pages if active else None
+            model.scheduler.token_to_kv_pool_allocator.on_free = on_free
+
     def opened(self, name: str | None) -> None:
         """The buffer holds the weights of `name`, whose image is pinned by the caller."""
         if self._pinned is not None:
@@ -239,6 +248,7 @@ class Switcher:
             return
         try:
             self._open_weights(source)
+            self._poison_freed(source, True)
             source.region.open_kv()
             source.unbound.enter()
             checks.check_at_home(source.info.name, source.region)

@@ -88,6 +88,27 @@ def test_abort_while_suspended(engine, driver, model, references, new_prompt):
     assert_greedy(references[model], driver.outputs[stay].prompt, driver.outputs[stay].ids)
 
 
+def test_freed_pages_are_garbage_at_once_but_not_in_anothers_bytes(engine, driver, model, new_prompt):
+    gone, stays, later = (driver.submit(model, new_prompt(50), 20) for _ in range(3))
+    for _ in range(6):
+        driver.step()
+    opened = engine._models[model]
+    allocator = opened.scheduler.token_to_kv_pool_allocator
+    before = set(allocator.get_all_free_pages().tolist())
+    engine.abort(gone)
+    freed = sorted(set(allocator.get_all_free_pages().tolist()) - before)
+    assert freed
+    rows = [page * allocator.page_size + i for page in freed for i in range(allocator.page_size)]
+    assert all((layer[rows] == 0xFF).all() for layer in opened.region._kv)
+    engine.switch(other(model))
+    whole = engine._buffer.clone()
+    engine.abort(stays)
+    assert engine._buffer.equal(whole)
+    engine.switch(model)
+    driver.drain(model)
+    assert len(driver.outputs[later].ids) == 20
+
+
 def test_abort_of_all_while_suspended_gives_the_room_back(engine, driver, model, references, new_prompt):
     ids = new_prompt(180)
     half, running = driver.submit(model, ids, 6), driver.submit(model, new_prompt(20), 20)
