@@ -91,26 +91,31 @@ def _hardware(spec: str) -> tuple[str, int, tuple[str, ...]]:
     return name if counted else left, int(count) if counted else 1, tuple(m for m in own.split(",") if m)
 
 
-def _scenario(options: SimulateOptions) -> tuple[Scenario, list[float] | None]:
-    """The scenario, and the models' shares of the sessions (None: in turn)."""
+def _scenario(options: SimulateOptions) -> tuple[Scenario, catalog.Catalog | None]:
+    """The scenario, and the catalog that was placed for it."""
     c = options.catalog
     if not c.size:
         return Scenario(groups=groups(options.hardware, options.models), **options.scenario), None
     if len(options.hardware) != 1:
         raise ScenarioError("a catalog needs one --hardware NAMExCOUNT")
     name, count, own = _hardware(options.hardware[0])
-    models, shares = catalog.names(own or options.models, c.size), catalog.zipf(c.size, c.exponent)
-    placed = catalog.place(models, shares, hardware=name, instances=count, per_instance=c.per_instance)
-    return Scenario(groups=placed, **options.scenario), shares
+    made = catalog.Catalog(
+        hardware=name,
+        base=own or tuple(options.models),
+        size=c.size,
+        exponent=c.exponent,
+        per_instance=c.per_instance,
+    )
+    count = count if options.capacity_s is None else made.least
+    return Scenario(groups=made.groups(count), **options.scenario), made
 
 
 def load_trace(
-    options: SimulateOptions, scenario: Scenario, shares: Sequence[float] | None = None
+    options: SimulateOptions, scenario: Scenario, of: catalog.Catalog | None = None
 ) -> tuple[Iterable[Sequence[Call]], str]:
     """The sessions, their models those of the scenario, and how they were made ("": read)."""
     served = list(dict.fromkeys(profiles.model(m).name for g in scenario.groups for m in g.models))
-    if shares is not None:
-        served = catalog.names(_hardware(options.hardware[0])[2] or options.models, len(shares))
+    served = served if of is None else of.models
     if options.trace in SHAPES:
         limit = min(tokens for _, _, tokens in capacity_table(scenario))
         limit = min([limit, *(profiles.model(m).context_tokens for g in scenario.groups for m in g.models)])
@@ -121,11 +126,11 @@ def load_trace(
             seed=scenario.seed,
             max_calls=options.max_calls,
             max_context_tokens=limit,
-            shares=shares,
+            shares=None if of is None else of.shares,
         )
         said = f"shape {options.trace!r}, {options.sessions} sessions, seed {scenario.seed}"
-        if shares is not None:
-            said += f", {len(shares)} models, Zipf {options.catalog.exponent:g}"
+        if of is not None:
+            said += f", {of.size} models, Zipf {of.exponent:g}"
         return trace.grouped(made), said
     calls = trace.read(Path(options.trace))
     named = model_map(options.model_map)
@@ -144,11 +149,11 @@ def load_trace(
 def run_simulate(options: SimulateOptions) -> int:
     """Simulate; the figures go to stdout. Returns the exit code."""
     try:
-        scenario, shares = _scenario(options)
+        scenario, of = _scenario(options)
         if options.capacity_s is not None:
-            return _capacity(options, scenario, shares)
+            return _capacity(options, scenario, of)
         started = time.process_time()
-        sessions, generated = load_trace(options, scenario, shares)
+        sessions, generated = load_trace(options, scenario, of)
         result = simulate_sessions(scenario, sessions, generated=generated)
         took = time.process_time() - started
     except (ScenarioError, profiles.ProfileError, trace.TraceError, ValueError, OSError) as e:
@@ -164,13 +169,11 @@ def run_simulate(options: SimulateOptions) -> int:
     return 1 if result.summary["failed_calls"] else 0
 
 
-def _capacity(options: SimulateOptions, scenario: Scenario, shares: Sequence[float] | None) -> int:
+def _capacity(options: SimulateOptions, scenario: Scenario, of: catalog.Catalog | None) -> int:
     assert options.capacity_s is not None
-    if shares is not None:
-        raise ScenarioError("--capacity counts instances of one kind; a catalog's are placed for a given number")
 
     def run(sized: Scenario) -> SimResult:
-        sessions, generated = load_trace(options, sized)
+        sessions, generated = load_trace(options, sized, of)
         return simulate_sessions(sized, sessions, generated=generated)
 
     found = search(
@@ -178,6 +181,8 @@ def _capacity(options: SimulateOptions, scenario: Scenario, shares: Sequence[flo
         options.capacity_s,
         run,
         most=options.most_instances,
+        size=None if of is None else lambda count: msgspec.structs.replace(scenario, groups=of.groups(count)),
+        least=1 if of is None else of.least,
         tell=lambda t: print(
             f"simulate: {t.instances} instances: p95 SCT {t.sct_p95_s:.1f} s, {t.failed_calls} calls failed",
             file=sys.stderr,

@@ -183,6 +183,16 @@ class TestCatalog:
         assert said["summary"]["sessions"] == 20
         assert "12 models, Zipf 1" in said["trace"]["generated"]
 
+    def test_how_many_instances_a_catalog_needs(self, capsys: pytest.CaptureFixture[str]) -> None:
+        options = SimulateOptions(
+            "mini-swe-agent", ["paper-tp4x9"], list(SMALL), [], 10, 2,
+            {"calibration": "roofline", "sessions_per_s": 2.0, "detail": False, "page_tokens": 256}, None, True,
+            CatalogOptions(size=12, exponent=1.0, per_instance=3), capacity_s=1000.0,
+        )  # fmt: skip
+        assert run_simulate(options) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["instances"] == 4, "fewer have no place for twelve models"
+
 
 class TestArrivals:
     def test_staggered(self) -> None:

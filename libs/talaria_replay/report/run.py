@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from talaria_replay.report.cost import cost
 from talaria_replay.report.outcome import Outcome, Row
 from talaria_replay.report.spec import Experiment, Spec
 from talaria_replay.sim import profiles
+from talaria_replay.sim.capacity import search
 from talaria_replay.sim.run import SimResult
 from talaria_replay.sim.scenario import Scenario, ScenarioError
 from talaria_replay.sim.store import ResultStore
@@ -58,7 +60,7 @@ class Runner:
         self._seed = seed
         self._tell = tell
         self._store = ResultStore(keep)
-        self._made: dict[tuple[bytes, int], SimResult | str] = {}
+        self._made: dict[tuple[bytes, bytes], SimResult | str] = {}
         """Figures share simulations."""
         self.source = source or f"generated: the paper's shape, {issues} issues on each model, seed {seed}"
         if issues < workload.ISSUES:
@@ -75,6 +77,8 @@ class Runner:
             "signals": self._signals,
             "sweep": self._sweep,
             "cost": self._cost,
+            "capacity": self._capacity,
+            "catalog": self._catalog,
         }
 
     def run(self, experiment: Experiment) -> Outcome:
@@ -94,12 +98,12 @@ class Runner:
         long = {c.session for c in made if c.prompt_tokens + c.completion_tokens > limit}
         return [c for c in made if c.session not in long]
 
-    def _simulate(self, name: str, scenario: Scenario, calls: Sequence[Call]) -> SimResult | str:
-        """The result, or why there is none."""
-        known = msgspec.json.encode(scenario, order="deterministic"), len(calls)
+    def _simulate(self, name: str, scenario: Scenario, calls: Sequence[Call], *, source: str = "") -> SimResult | str:
+        """The result, or why there is none. `source`: how the calls were made, if not as the workload."""
+        known = msgspec.json.encode(scenario, order="deterministic"), hashlib.blake2b(_encode(calls)).digest()
         if known not in self._made:
             self._tell(name)
-            generated = self.source if self._calls is None else ""
+            generated = source or (self.source if self._calls is None else "")
             try:
                 self._made[known] = self._store.simulate(scenario, calls, generated=generated)
             except ScenarioError as e:
@@ -207,6 +211,70 @@ class Runner:
             out.draw(what, result)
         return out
 
+    def _capacity(self, e: Experiment) -> Outcome:
+        """How many instances keep p95 SCT under each bound."""
+        scenario = self._spec.scenarios[e.scenario]
+        calls, source = self._catalog_calls(e) if e.catalog else (self._workload(scenario, MAX_CONTEXT), "")
+        out = Outcome(e)
+        for calibration in e.calibrations or [scenario.calibration]:
+            base = _with(scenario, {"calibration": calibration})
+
+            def run(sized: Scenario, calibration: str = calibration) -> SimResult:
+                count = sum(g.count for g in sized.groups)
+                result = self._simulate(f"{count} instances, {calibration}", sized, calls, source=source)
+                if isinstance(result, str):
+                    raise ScenarioError(result)
+                return result
+
+            for bound_s in e.bounds:
+                what = f"p95 SCT under {bound_s:g} s, {calibration}"
+                try:
+                    found = search(base, bound_s, run, most=e.most, **_sizes(e, base))
+                except ScenarioError as error:
+                    out.rows.append(Row(what, "instances", None, note=str(error)))
+                    continue
+                tried = ", ".join(f"{t.instances}: {t.sct_p95_s:.0f} s" for t in found.tried)
+                note = f"p95 by number tried: {tried}" + ("" if found.instances else "; none is enough")
+                out.rows.append(Row(what, "instances", found.instances, note=note))
+                if found.result is not None:
+                    out.add(what, found.result, e.metrics, {})
+        out.notes.append(f"{len(calls)} calls of {len(trace.sessions(calls))} sessions; {source or self.source}")
+        return out
+
+    def _catalog(self, e: Experiment) -> Outcome:
+        """Many models of uneven popularity, under changes of the scenario."""
+        assert e.catalog is not None
+        scenario = self._spec.scenarios[e.scenario]
+        calls, source = self._catalog_calls(e)
+        out = Outcome(e)
+        for calibration in e.calibrations or [scenario.calibration]:
+            placed = _with(scenario, {"calibration": calibration})
+            placed = msgspec.structs.replace(placed, groups=e.catalog.groups(e.instances))
+            for name, change in (e.changes or {"as it is": {}}).items():
+                what = f"{name}, {calibration}"
+                result = self._simulate(what, _with(placed, change), calls, source=source)
+                out.add(what, result, e.metrics, {})
+                out.draw(what, result)
+        out.notes.append(f"{len(calls)} calls on {e.instances} instances; {source}")
+        return out
+
+    def _catalog_calls(self, e: Experiment) -> tuple[list[Call], str]:
+        """The catalog's sessions, and how they were made."""
+        assert e.catalog is not None
+        calls = generate(
+            e.shape,
+            sessions=e.sessions * self._issues // workload.ISSUES,
+            models=e.catalog.models,
+            seed=self._seed,
+            max_calls=e.max_calls,
+            max_context_tokens=SMALL_CONTEXT,
+            shares=e.catalog.shares,
+        )
+        source = (
+            f"generated: shape {e.shape!r}, {e.catalog.size} models, Zipf {e.catalog.exponent:g}, seed {self._seed}"
+        )
+        return list(calls), source
+
     def _cost(self, e: Experiment) -> Outcome:
         scenario = self._spec.scenarios[e.scenario]
         calls = self._workload(scenario, MAX_CONTEXT)
@@ -216,6 +284,18 @@ class Runner:
         prompts = percentiles([c.prompt_tokens for c in calls])
         out.notes.append(f"{len(calls)} calls, prompts p50 {prompts['p50']:,.0f} tokens; {self.source}")
         return out
+
+
+def _encode(calls: Sequence[Call]) -> bytes:
+    return b"".join(map(msgspec.json.Encoder().encode, calls))
+
+
+def _sizes(e: Experiment, scenario: Scenario) -> dict[str, Any]:
+    """How the capacity question grows a catalog."""
+    of = e.catalog
+    if of is None:
+        return {}
+    return {"size": lambda n: msgspec.structs.replace(scenario, groups=of.groups(n)), "least": of.least}
 
 
 def _gaps(sources: dict[str, int]) -> str:

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from talaria_replay.sim.catalog import Catalog
 from talaria_replay.sim.scenario import Scenario
 
-Kind = Literal["shape", "compare", "router", "tau", "signals", "sweep", "cost"]
+Kind = Literal["shape", "compare", "router", "tau", "signals", "sweep", "cost", "capacity", "catalog"]
 Curve = Literal["", "sct", "ttft", "return_ttft", "switch", "rounds", "hbm", "composition"]
 
 
@@ -49,6 +50,19 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Policy → the system whose signal it is."""
     changes: dict[str, dict[str, Any]] = {}
     """For a sweep: name → what is changed in the scenario."""
+    bounds: list[float] = []
+    """For capacity: on p95 SCT, seconds."""
+    most: int = 32
+    """Instances that the capacity question tries at most."""
+    catalog: Catalog | None = None
+    """For a catalog, and for capacity with one: the models; the scenario's own groups are not looked at."""
+    instances: int = 1
+    """That a catalog is placed on."""
+    shape: str = "paper"
+    """Of the sessions of a catalog, which are generated."""
+    sessions: int = 100
+    max_calls: int | None = None
+    """Of each of those sessions."""
     paper: dict[str, Any] = {}
     why: str = ""
     """Where and why prediction and paper part."""
@@ -86,6 +100,8 @@ def load(name: str) -> Spec:
         unknown = [start for start in experiment.starts if start != "all at once" and start not in spec.starts]
         if unknown:
             raise SpecError(f"{name}: experiment {experiment.id!r}: no start {unknown[0]!r}")
+        if experiment.kind == "catalog" and experiment.catalog is None:
+            raise SpecError(f"{name}: experiment {experiment.id!r}: expected a table `catalog`")
     return spec
 
 

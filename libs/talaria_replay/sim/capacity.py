@@ -46,29 +46,33 @@ def search(
     *,
     most: int,
     tell: Callable[[Try], None] = lambda _: None,
+    size: Callable[[int], Scenario] | None = None,
+    least: int = 1,
 ) -> Capacity:
     """The least number of instances that is enough, found by doubling and halving.
 
     It takes for granted that more instances are not worse; `tried` shows whether they were.
 
     Args:
-        scenario: with one group; its count is ignored.
+        scenario: with one group; its count is ignored. With `size`: not looked at.
         bound_s: on the 95th percentile of session completion times; a call that fails is never enough.
         run: simulates.
         most: instances to try at most.
         tell: told of each try.
+        size: gives the scenario of so many instances, where that is more than a count (a catalog is placed anew).
+        least: instances that it takes to have a place for every model.
 
     Raises:
         ScenarioError: the scenario has several groups.
     """
-    if len(scenario.groups) != 1:
+    if size is None and len(scenario.groups) != 1:
         raise ScenarioError("the capacity question needs a single kind of instance (one --hardware)")
     tried: dict[int, Try] = {}
     best: tuple[int, SimResult] | None = None
 
     def enough(count: int) -> bool:
         nonlocal best
-        result = run(sized(scenario, count))
+        result = run(sized(scenario, count) if size is None else size(count))
         s = result.summary
         p95 = s["sct_s"].get("p95", float("inf"))
         tried[count] = Try(count, p95, s["failed_calls"], s["gpu_s_per_session"])
@@ -79,7 +83,7 @@ def search(
             best = (count, result)
         return True
 
-    low, high = 0, 1  # low is not enough; high is to be tried
+    low, high = least - 1, least  # low is not enough; high is to be tried
     while not enough(high):
         if high >= most:
             return Capacity(None, [tried[n] for n in sorted(tried)], None)

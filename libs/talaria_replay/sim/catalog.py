@@ -4,7 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from talaria_replay.sim.scenario import Group, ScenarioError
+
+
+class Catalog(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Many models on instances of one kind.
+
+    Attributes:
+        hardware: of every instance.
+        base: profiles that the models are made of, in turn.
+        size: number of models.
+        exponent: of their Zipf popularity.
+        per_instance: models on each instance.
+    """
+
+    hardware: str
+    base: tuple[str, ...]
+    size: int
+    exponent: float = 1.0
+    per_instance: int = 3
+
+    @property
+    def models(self) -> list[str]:
+        """Their names, the most popular first."""
+        return names(self.base, self.size)
+
+    @property
+    def shares(self) -> list[float]:
+        """Of the sessions, by model."""
+        return zipf(self.size, self.exponent)
+
+    @property
+    def least(self) -> int:
+        """Instances that have a place for every model."""
+        return -(-self.size // self.per_instance)
+
+    def groups(self, instances: int) -> tuple[Group, ...]:
+        """So many instances with the models placed on them. Raises ScenarioError when they have no place."""
+        return place(
+            self.models, self.shares, hardware=self.hardware, instances=instances, per_instance=self.per_instance
+        )
 
 
 def names(base: Sequence[str], size: int) -> list[str]:
