@@ -3,10 +3,11 @@
     python -m bench.router [--quick] [--runs N]
 
 The core alone (`decision_`, `lease_`) and the router's process over the bus (`router_bus.py`). Timed of the core is
-what lies between a decoded ask and the bytes to publish: `RouterCore.handle`, the encoded reply and events. Meanwhile
-snapshots come: every 0.5 s of the rig's clock a delta with all instances, outside of the timing. The load is steady at
-about three calls per instance; half of the asks are returns within tau, which consume a lease, half are of other
-sessions, ranked by cost.
+what lies between a decoded ask and the bytes to publish: `RouterCore.handle`, the encoded reply and events. What the
+placement changed is taken up (`settle`) after that, as in the shell, and not timed here. Meanwhile snapshots come:
+every 0.5 s of the rig's clock a delta with all instances, outside of the timing. The load is steady at about three
+calls per instance; half of the asks are returns within tau, which consume a lease, half are of other sessions, ranked
+by cost.
 
 decision_p50_us_N     a ranked decision with N instances, median over the decisions of a run; also p99
 lease_p50_us_N        a decision by lease
@@ -119,6 +120,7 @@ class World:
             elif isinstance(effect, Emit):
                 encode(effect.event)
         took = (time.perf_counter_ns() - begin) / 1000
+        self.core.settle(MODEL)  # as the shell does once the answer is out
         assert placement is not None, "the rig is overloaded"
         self.running[placement.iid] += 1
         self.upto[placement.iid] = max(self.upto[placement.iid], placement.seq)

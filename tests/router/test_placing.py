@@ -264,7 +264,7 @@ def test_the_decision_is_told_in_full(rig: Rig):
     assert (data["rid"], data["iid"], data["via"], data["lease"]) == (p.fence.rid, p.iid, "cost", "none")
     assert data["view"] == rig.view_version
     assert data["rejected"] == {"queue": 1, "draining": 1}
-    assert [c.get("rejected", "") for c in data["candidates"]] == ["", "", "", "", "queue"]
+    assert [c.get("rejected", "") for c in data["candidates"]] == ["", "", "", "queue"]
     assert data["candidates"][0]["iid"] == p.iid
     for c in data["candidates"]:
         assert c["total_ms"] == pytest.approx(c["req_ms"] + c["kv_ms"] + c["act_ms"])

@@ -36,7 +36,7 @@ def check(call: Call, candidate: Candidate, place: Place, budget_ms: float) -> s
         return "context"
     if place.full:
         return "queue"
-    if candidate.floor_ms + candidate.own_ms <= budget_ms or not candidate.measured:
+    if place.floor_ms + candidate.rows_ms + candidate.own_ms <= budget_ms or not place.measured:
         return ""
     return "round" if excess_ms(candidate, budget_ms) > 0 else ""
 

@@ -65,7 +65,8 @@ def ask(turn: Turn, message: Ask) -> None:
 def proceed(turn: Turn, case: Case) -> None:
     """With a picture of the instances: the session's record first, if only the bucket may have it."""
     state, now = turn.state, turn.now
-    if state.entry(case.key, case.partition) is None and now < state.owned[case.partition].restore_until:
+    case.entry = state.entry(case.key, case.partition)
+    if case.entry is None and now < state.owned[case.partition].restore_until:
         state.waiting[case.ask.request.rid] = Waiting(case, "restore", now + RESTORE_WAIT_S, now)
         turn.out.append(Load(case.key))
         return
@@ -73,11 +74,13 @@ def proceed(turn: Turn, case: Case) -> None:
 
 
 def decide(turn: Turn, case: Case, *, probed: bool | None = None) -> None:
-    """Lease first, then cost. `probed`: what a health probe of the leased instance said, None if there was none."""
+    """Lease first, then cost; the session's entry has been looked up.
+
+    `probed`: what a health probe of the leased instance said, None if there was none.
+    """
     state, now, request = turn.state, turn.now, case.ask.request
     if _limited(turn, case):
         return
-    case.entry = state.entry(case.key, case.partition)
     lease = "none" if case.entry is None else _returned(turn, case, case.entry, probed)
     if lease in _SETTLED:
         return
@@ -221,6 +224,7 @@ def resume(turn: Turn, rid: str, *, probed: bool | None = None) -> None:
         why = "no room" if w.why == "room" else "the model was not opened"
         placing.refuse(turn, w.case, verdicts.expired(f"{why} before the call's deadline"))
     else:
+        w.case.entry = state.entry(w.case.key, w.case.partition)
         decide(turn, w.case, probed=probed)
     if state.probing.get(w.case.key) == rid and rid not in state.waiting:
         del state.probing[w.case.key]

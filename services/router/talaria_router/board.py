@@ -1,16 +1,17 @@
 """Places kept between calls, cheapest first, so that a decision looks at a few instances and not at all of them.
 
 One board per model that was ever asked for. What changed since the last decision (a snapshot, a charge of ours) is
-evaluated anew when the model is asked for next, or before, while nobody waits for an answer: after a view for the
-models that were asked for since the last one, after a completion for its own. Averages over all instances (`Profiles`)
-reach a place with a later snapshot (`cluster.LEARN_S` at most): they move slowly, and every completion moves them.
+evaluated anew when the model is asked for next, or before, while nobody waits for an answer: with each view and tick
+for the models that were asked for lately, after an answer and a completion for their own. Averages over all instances
+(`Profiles`) reach a place with a later snapshot (`cluster.LEARN_S` at most): they move slowly, and every completion
+moves them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from talaria_router.cluster import Cluster
 from talaria_router.cost import Place, place_of
@@ -20,6 +21,11 @@ from talaria_router.profiles import Profiles
 HELD = frozenset({"active", "host", "loading"})
 """States in which a replica exists already or is on its way."""
 
+WANTED = 2
+"""A board is kept up to date until so many views have come without an ask for its model."""
+FEW = 8
+"""So many changed places are put in one by one, however few there are."""
+
 Rank = tuple[float, int, str]
 """(base_ms, calls, iid)."""
 
@@ -27,7 +33,7 @@ Rank = tuple[float, int, str]
 class Board:
     """The places of one model."""
 
-    __slots__ = ("_budget_ms", "asked", "busy", "dirty", "fresh", "full", "held", "least_prefill", "places", "unready")
+    __slots__ = ("_budget_ms", "busy", "dirty", "fresh", "full", "held", "least_prefill", "places", "unready", "wanted")
 
     def __init__(self, iids: Iterable[str], budget_ms: float) -> None:
         self._budget_ms = budget_ms
@@ -38,15 +44,15 @@ class Board:
         """Where it would have to be opened, cheapest first."""
         self.busy: list[tuple[float, str]] = []
         """(floor_ms, iid) where the round check refuses any call, the least busy first."""
-        self.full: dict[str, None] = {}
-        """Where as many calls wait as the instance accepts."""
+        self.full: list[str] = []
+        """Where as many calls wait as the instance accepts, sorted."""
         self.unready: Counter[str] = Counter()
         """Places that take no call at all, by reason."""
         self.least_prefill = float("inf")
         """No place prefills a token in fewer ms. A bound: it does not rise when that place goes."""
         self.dirty: set[str] = set(iids)
-        self.asked = True
-        """Since the last `Boards.settle`."""
+        self.wanted = WANTED
+        """For so many more views it is kept up to date although nobody asks."""
 
     def put(self, place: Place) -> None:
         """Add or replace a place."""
@@ -57,7 +63,7 @@ class Board:
         if place.unready:
             self.unready[place.unready] += 1
         elif place.full:
-            self.full[place.iid] = None
+            insort(self.full, place.iid)
         elif self._busy(place):
             insort(self.busy, (place.floor_ms, place.iid))
         else:
@@ -71,14 +77,13 @@ class Board:
             if place.unready:
                 self.unready[place.unready] += 1
             elif place.full:
-                self.full[place.iid] = None
+                self.full.append(place.iid)
             elif self._busy(place):
                 self.busy.append((place.floor_ms, place.iid))
             else:
                 self._side(place).append((place.base_ms, place.calls, place.iid))
-        self.held.sort()
-        self.fresh.sort()
-        self.busy.sort()
+        for ranks in (self.held, self.fresh, self.busy, self.full):
+            ranks.sort()
 
     def drop(self, iid: str) -> None:
         """Forget a place, if it is there."""
@@ -89,7 +94,7 @@ class Board:
             self.unready[old.unready] -= 1
             self.unready = +self.unready
         elif old.full:
-            del self.full[iid]
+            del self.full[bisect_left(self.full, iid)]
         elif self._busy(old):
             del self.busy[bisect_left(self.busy, (old.floor_ms, iid))]
         else:
@@ -124,6 +129,8 @@ class Boards:
         self._overlay = overlay
         self._profiles = profiles
         self._boards: dict[str, Board] = {}
+        self._had: dict[str, Collection[str]] = {}
+        """Models of each instance when it was last seen to change: where it may have a place still."""
 
     def of(self, model: str) -> Board:
         """The model's board as things stand now."""
@@ -133,49 +140,62 @@ class Boards:
             board = self._boards[model] = Board(self._cluster.serving(model), self._budget_ms)
         if board.dirty:
             board = self._refresh(model, board)
-        board.asked = True
+        board.wanted = WANTED
         return board
 
-    def settle(self) -> None:
-        """Nobody waits: bring the boards up to date that were asked for since this was done last."""
+    def settle(self, *, viewed: bool) -> None:
+        """Nobody waits: bring the boards up to date that were asked for lately. `viewed`: a view has come."""
         self._take_changes()
         for model, board in list(self._boards.items()):
-            if board.dirty and board.asked:
+            if board.dirty and board.wanted:
                 board = self._refresh(model, board)  # noqa: PLW2901 - it may be another one
-            board.asked = False
+            if viewed and board.wanted:
+                board.wanted -= 1
 
     def settle_one(self, model: str) -> None:
-        """Nobody waits: bring this board up to date, if it was asked for since `settle`."""
+        """Nobody waits: bring this board up to date, if it was asked for lately."""
         board = self._boards.get(model)
-        if board is not None and board.asked:
+        if board is not None and board.wanted:
             self._take_changes()
             if board.dirty:
                 self._refresh(model, board)
 
     def _take_changes(self) -> None:
+        boards = self._boards
         for changed in (self._cluster.changed, self._overlay.changed):
-            if not changed:
-                continue
-            for model, board in self._boards.items():
-                for iid in changed:
-                    instance = self._cluster.get(iid)
-                    if iid in board.places or (instance is not None and model in instance.models):
-                        board.dirty.add(iid)
+            for iid in changed:
+                instance = self._cluster.get(iid)
+                has = instance.models if instance is not None else ()
+                had = self._had.get(iid, ())
+                for model in has:
+                    if model in boards:
+                        boards[model].dirty.add(iid)
+                if has is had:
+                    continue
+                for model in had:
+                    if model in boards and model not in has:
+                        boards[model].dirty.add(iid)
+                if has:
+                    self._had[iid] = has
+                else:
+                    self._had.pop(iid, None)
             changed.clear()
 
     def _refresh(self, model: str, board: Board) -> Board:
-        if len(board.dirty) * 4 > len(board.places):  # cheaper from the start: one sort instead of many insertions
+        dirty = sorted(board.dirty)  # what is told of a decision must not depend on a set's order
+        if len(dirty) > FEW and len(dirty) * 4 > len(board.places):
+            # Cheaper from the start: one sort instead of many insertions.
             fresh = Board((), self._budget_ms)
             places = {iid: p for iid, p in board.places.items() if iid not in board.dirty}
-            for iid in board.dirty:
+            for iid in dirty:
                 place = self._place(iid, model)
                 if place is not None:
                     places[iid] = place
             fresh.fill(places)
-            fresh.asked = board.asked
+            fresh.wanted = board.wanted
             self._boards[model] = fresh
             return fresh
-        for iid in board.dirty:
+        for iid in dirty:
             place = self._place(iid, model)
             if place is None:
                 board.drop(iid)

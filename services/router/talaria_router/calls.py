@@ -7,14 +7,15 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from talaria_common.wire import Placement
 from talaria_router.config import COMPLETED_KEPT
 from talaria_router.messages import Ask
 from talaria_router.sessions import Entry
 
 
-@dataclass(slots=True)
-class Placed:
+class Placed(msgspec.Struct):
     """A call that was given a place and has not completed."""
 
     attempt: int
@@ -27,8 +28,7 @@ class Placed:
     """Its session is a sub-agent of this one."""
 
 
-@dataclass(slots=True)
-class Case:
+class Case(msgspec.Struct):
     """A call that asks, and where it belongs."""
 
     ask: Ask

@@ -19,7 +19,7 @@ class Tenant:
 
 EVENT_CANDIDATES = 8
 """Candidates that an event shows at most, those that a check refused included."""
-RANKED = 4
+RANKED = 3
 """Best candidates that a decision by cost looks for: the chosen one, and enough others to see why."""
 RESTORE_WAIT_S = 0.1
 """Longest that a call waits for its session's record; after that it is placed as a new session."""

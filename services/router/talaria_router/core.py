@@ -51,6 +51,10 @@ class RouterCore:
             following.lost(turn, message)
         return turn.out
 
+    def settle(self, model: str) -> None:
+        """Take up now, while nobody waits, what the last ask for the model changed: the next one is answered sooner."""
+        self.state.ranker.boards.settle_one(model)
+
     def record(self, key: str) -> SessionRecord | None:
         """The session's record to be written behind; None: it is to be deleted."""
         entry = self.state.sessions.get(key)

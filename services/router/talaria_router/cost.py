@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from talaria_common.wire import ModelState, kv_residence
+import msgspec
+
+from talaria_common.wire import CandidateCost, ModelState, kv_residence
 from talaria_router.cluster import Instance
 from talaria_router.overlay import ModelOverlay, Overlay
 from talaria_router.profiles import Profile, Profiles
@@ -17,7 +19,7 @@ SLOT_CAP_MS = 2000.0
 Kv = Literal["device", "host", "missing"]
 
 
-class Call(NamedTuple):
+class Call(msgspec.Struct, frozen=True, gc=False):
     """What cost and policies may know of the call."""
 
     rid: str
@@ -85,38 +87,52 @@ class Place(NamedTuple):
     measured: bool
 
 
-class Candidate(NamedTuple):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One instance as a place for one call. Terms in ms."""
 
-    iid: str
-    req_ms: float
-    kv_ms: float
-    act_ms: float
-    total_ms: float
-    wait_ms: float
-    """Predicted time before its own prefill can start."""
+    cost: CandidateCost
+    """Eq. 1's terms, as an event tells them; `rejected` there: why it does not pass admission."""
+    place: Place
     own_ms: float
-    """Its own prefill and recovery."""
-    queue_ms: float
-    """Part of `wait_ms`: work of its own model."""
-    round_ms: float
-    """Part of `wait_ms`: the other models' slots."""
-    floor_ms: float
-    """`wait_ms` less what the leases charge beyond their share: the round check's figure."""
-    kv: Kv
-    reused_tokens: int
-    """Prompt tokens whose KV is there."""
+    """The call's own prefill and recovery."""
+    rows_ms: float
+    """Part of `wait_ms`: until calls there have freed the KV rows that it needs."""
     prompt_tokens: int
-    calls: int
-    """Calls there now, all models: the plain pressure signal."""
-    queued: int
-    """Calls of its model that wait there now."""
-    state: str
-    context_tokens: int
-    measured: bool
-    """Whether the times come from measurements."""
-    rejected: str = ""
-    """Why it does not pass admission; "" if it does."""
+
+    @property
+    def iid(self) -> str:
+        """The instance."""
+        return self.cost.iid
+
+    @property
+    def state(self) -> str:
+        """Where the model's weights are there."""
+        return self.cost.model
+
+    @property
+    def calls(self) -> int:
+        """Calls there now, all models: the plain pressure signal."""
+        return self.cost.calls
+
+    @property
+    def wait_ms(self) -> float:
+        """Predicted time before its own prefill can start."""
+        return self.cost.wait_ms
+
+    @property
+    def floor_ms(self) -> float:
+        """`wait_ms` less what the leases charge beyond their share: the round check's figure."""
+        return self.place.floor_ms + self.rows_ms
+
+    @property
+    def queue_ms(self) -> float:
+        """Part of `wait_ms`: work of its own model."""
+        return self.place.queue_ms + self.rows_ms
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt and completion that the instance accepts."""
+        return self.place.model.context_tokens
 
 
 def kv_of(entry: Entry | None, instance: Instance, model: ModelState) -> Kv:
@@ -218,27 +234,20 @@ def candidate_of(call: Call, place: Place, prefix: int) -> Candidate:
     suffix_ms = (call.prompt_tokens - prefix) * prefill_ms
     rows_ms = rows_wait_ms(call, place) if call.prompt_tokens > place.room_tokens else 0.0
     req_ms = place.base_ms - act_ms + suffix_ms + rows_ms
-    model = place.model
-    return Candidate(
-        place.iid,
-        req_ms,
-        kv_ms,
-        act_ms,
-        req_ms + kv_ms + act_ms,
-        place.wait_ms + rows_ms,
-        suffix_ms + kv_ms,
-        place.queue_ms + rows_ms,
-        place.round_ms,
-        place.floor_ms + rows_ms,
-        kv,
-        reused,
-        call.prompt_tokens,
-        place.calls,
-        place.queued,
-        model.state,
-        model.context_tokens,
-        place.measured,
+    own_ms = suffix_ms + kv_ms
+    cost = CandidateCost(
+        iid=place.iid,
+        req_ms=req_ms,
+        kv_ms=kv_ms,
+        act_ms=act_ms,
+        total_ms=req_ms + kv_ms + act_ms,
+        wait_ms=place.wait_ms + rows_ms,
+        kv=kv,
+        reused=reused,
+        model=place.model.state,
+        calls=place.calls,
     )
+    return Candidate(cost, place, own_ms, rows_ms, call.prompt_tokens)
 
 
 def activation_ms(model: ModelState, profile: Profile) -> float:

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from talaria_common.clock import to_ms
-from talaria_common.wire import CandidateCost, Event, Placement, RouteRequest, Verdict
+from talaria_common.wire import Event, Placement, RouteRequest, Verdict
 from talaria_router.config import EVENT_CANDIDATES
-from talaria_router.cost import Candidate
 from talaria_router.ranking import Ranking
 from talaria_router.sessions import Entry
 
 
-def terms(c: Candidate) -> CandidateCost:
-    """A candidate's Eq. 1 terms."""
-    return CandidateCost(
-        iid=c.iid,
-        req_ms=c.req_ms,
-        kv_ms=c.kv_ms,
-        act_ms=c.act_ms,
-        total_ms=c.total_ms,
-        wait_ms=c.wait_ms,
-        kv=c.kv,
-        reused=c.reused_tokens,
-        model=c.state,
-        calls=c.calls,
-        rejected=c.rejected,
-    )
-
-
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """How one ask ended."""
 
     request: RouteRequest
@@ -49,32 +32,32 @@ class Decision(NamedTuple):
 
 def route_event(router: str, now: float, view: int, decision: Decision) -> Event:
     """One decision, under the cluster view's version `view`."""
-    request, partition, outcome, lease, ranking, waited_ms, avoidable_open, spilled = decision
+    request, outcome, ranking = decision.request, decision.outcome, decision.ranking
     data: dict[str, Any] = {
         "rid": request.rid,
         "attempt": request.attempt,
         "tenant": request.tenant,
         "session": request.session,
         "model": request.model,
-        "partition": partition,
+        "partition": decision.partition,
         "view": view,
-        "lease": lease,
-        "waited_ms": round(waited_ms, 3),
+        "lease": decision.lease,
+        "waited_ms": round(decision.waited_ms, 3),
     }
     if isinstance(outcome, Placement):
-        data.update(iid=outcome.iid, via=outcome.via, seq=outcome.seq, wait_ms=outcome.wait_ms)
+        data["iid"], data["via"], data["seq"], data["wait_ms"] = outcome.iid, outcome.via, outcome.seq, outcome.wait_ms
         data["owner_rev"] = outcome.fence.owner_rev
     else:
         data.update(verdict=outcome.reason, message=outcome.error.message)
         if outcome.error.retry_after_s is not None:
             data["retry_after_s"] = outcome.error.retry_after_s
     if ranking is not None:
-        shown: Sequence[Candidate] = (*ranking.order, *ranking.refused)
-        data["candidates"] = [terms(c) for c in shown[:EVENT_CANDIDATES]]
+        shown = ranking.order + ranking.refused if ranking.refused else ranking.order
+        data["candidates"] = [c.cost for c in shown[:EVENT_CANDIDATES]]
         data["rejected"] = ranking.reasons
-    if spilled:
+    if decision.spilled:
         data["spilled"] = True
-    if avoidable_open:
+    if decision.avoidable_open:
         data["avoidable_open"] = True
     return Event(kind="route", source=router, at_ms=to_ms(now), data=data)
 

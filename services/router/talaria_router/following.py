@@ -56,7 +56,7 @@ def viewed(turn: Turn, view: ClusterView) -> None:
         state.profiles.forget(iid)
     asking.informed(turn)
     asking.room(turn)
-    state.ranker.boards.settle()
+    state.ranker.boards.settle(viewed=True)
 
 
 def heard(turn: Turn, snapshot: Snapshot) -> None:
@@ -131,6 +131,7 @@ def ticked(turn: Turn) -> None:
         _replicas(turn)
     asking.room(turn)
     asking.heartbeat(turn)
+    state.ranker.boards.settle(viewed=False)
 
 
 def controlled(turn: Turn, message: Controlled) -> None:

@@ -12,11 +12,12 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
 from talaria_common.wire import SeenPlacements
 
 
-@dataclass(slots=True)
-class InFlight:
+class InFlight(msgspec.Struct, gc=False):
     """A placement that no snapshot counts yet."""
 
     iid: str

@@ -47,7 +47,7 @@ def rank(state: RouterState, now: float, case: Case) -> Ranking:
         state.profiles.prompt_tokens(request.model, request.prompt_bytes),
         request.max_tokens,
         entry,
-        excluded(state, now, case),
+        excluded(state, now, case) if request.exclude else (),
         arrivals.turn - 1 if arrivals else 0,
         shared_tokens,
         sharers,
@@ -81,7 +81,7 @@ def place_on(turn: Turn, case: Case, best: Candidate, ranking: Ranking, lease: s
     """Place the call on the candidate `best`; `lease`: what became of its lease."""
     state, request = turn.state, case.ask.request
     via: RouteVia = "retry" if request.attempt else "cost" if state.policy.name == "talaria" else "policy"
-    tokens = max(1, best.prompt_tokens - best.reused_tokens)
+    tokens = max(1, best.prompt_tokens - best.cost.reused)
     place(turn, case, Target(best.iid, via, tokens, best.wait_ms + best.own_ms, best.state), lease, ranking)
 
 

@@ -33,7 +33,7 @@ class Policy(NamedTuple):
 def _talaria(call: Call, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Eq. 1; among equals the emptier one."""
     del call
-    return sorted(candidates, key=lambda c: (c.total_ms, c.calls, c.iid))
+    return sorted(candidates, key=lambda c: (c.cost.total_ms, c.cost.calls, c.cost.iid))
 
 
 def _least_pressure(call: Call, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -68,9 +68,9 @@ def _prompt_prefix(call: Call, candidates: Sequence[Candidate]) -> list[Candidat
 
     Where the model is resident does not count.
     """
-    longest = max((c.reused_tokens for c in candidates), default=0)
+    longest = max((c.cost.reused for c in candidates), default=0)
     if 2 * longest >= call.prompt_tokens:
-        return sorted(candidates, key=lambda c: (-c.reused_tokens, c.calls, c.iid))
+        return sorted(candidates, key=lambda c: (-c.cost.reused, c.calls, c.iid))
     return _least_pressure(call, candidates)
 
 
@@ -86,7 +86,7 @@ def _kv_object(call: Call, candidates: Sequence[Candidate]) -> list[Candidate]:
 def _locality(call: Call, candidates: Sequence[Candidate]) -> list[Candidate]:
     """ServerlessLLM's: the shortest start of the model, from where its checkpoint lies; no KV, no queue of its own."""
     del call
-    return sorted(candidates, key=lambda c: (c.act_ms + c.round_ms, c.calls, c.iid))
+    return sorted(candidates, key=lambda c: (c.cost.act_ms + c.place.round_ms, c.calls, c.iid))
 
 
 POLICIES: dict[str, Policy] = {

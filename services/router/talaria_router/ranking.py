@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
 
+import msgspec
+from msgspec.structs import replace
+
 from talaria_router.admission import Demand, check, excess_ms, replica_gain_ms, replica_price_ms
 from talaria_router.board import HELD, Board, Boards
 from talaria_router.cluster import Cluster
@@ -19,26 +22,23 @@ _NONE: Counter[str] = Counter()
 """Stands for no reasons; never changed."""
 
 
-class Ranking:
+class Ranking(msgspec.Struct):
     """What was found for one call."""
 
-    __slots__ = ("excess_ms", "longest", "order", "reasons", "refused")
+    reasons: Counter[str]
+    """To be read only. How many instances each reason ruled out, those without a cost included.
 
-    def __init__(self) -> None:
-        self.order: list[Candidate] = []
-        """Candidates that may take it, best first; of many, the best ones."""
-        self.refused: list[Candidate] = []
-        """Candidates that a check ruled out, with `rejected` set; of many, the cheapest ones."""
-        self.reasons = _NONE
-        """To be read only. How many instances each reason ruled out, those without a cost included.
-
-        With many instances those that are stale, too small or too busy are counted as far as they were looked at: the
-        search ends when enough better ones were found.
-        """
-        self.excess_ms: float | None = None
-        """By how much the least loaded of those refused by the round check passes it; None: nobody was."""
-        self.longest: Candidate | None = None
-        """The refused one with the longest context."""
+    With many instances those that are stale, too small or too busy are counted as far as they were looked at: the
+    search ends when enough better ones were found.
+    """
+    order: list[Candidate] = []
+    """Candidates that may take it, best first; of many, the best ones."""
+    refused: list[Candidate] = []
+    """Candidates that a check ruled out, with `rejected` set; of many, the cheapest ones."""
+    excess_ms: float | None = None
+    """By how much the least loaded of those refused by the round check passes it; None: nobody was."""
+    longest: Candidate | None = None
+    """The refused one with the longest context."""
 
     def to_be_refused_there(self) -> Candidate | None:
         """Where to send a call that nobody can hold: the instance with the longest context, to say so exactly.
@@ -52,8 +52,8 @@ class Ranking:
     def spill(self) -> Candidate | None:
         """Where the call can go although the round check rules it out: the cheapest that holds the model, if any."""
         return min(
-            (c for c in self.refused if c.rejected == "round" and c.state != "cold"),
-            key=lambda c: (c.total_ms, c.calls, c.iid),
+            (c for c in self.refused if c.cost.rejected == "round" and c.state != "cold"),
+            key=lambda c: (c.cost.total_ms, c.calls, c.iid),
             default=None,
         )
 
@@ -66,7 +66,7 @@ class Ranking:
     def refuse(self, candidate: Candidate, reason: str) -> None:
         """A check rules `candidate` out."""
         self.rule_out(reason)
-        refused = candidate._replace(rejected=reason)
+        refused = replace(candidate, cost=replace(candidate.cost, rejected=reason))
         if self.longest is None or (refused.context_tokens, refused.iid) > (
             self.longest.context_tokens,
             self.longest.iid,
@@ -76,35 +76,33 @@ class Ranking:
             self.refused.append(refused)
 
 
-class _Scan:
+class _Scan(msgspec.Struct):
     """One pass over the places of one call's model: what fits, and what does not."""
 
-    __slots__ = ("_budget_ms", "_fresh_from", "_prefix_tokens", "admitted", "call", "held", "result")
-
-    def __init__(self, call: Call, fresh_from: float, budget_ms: float) -> None:
-        self.call = call
-        self.result = Ranking()
-        self.admitted: list[Candidate] = []
-        self.held = False
-        """Someone who is fit holds the model."""
-        self._prefix_tokens = call.prefix_tokens if call.entry is not None or call.sharers else 0
-        self._fresh_from = fresh_from
-        self._budget_ms = budget_ms
+    call: Call
+    result: Ranking
+    prefix_tokens: int
+    fresh_from: float
+    """Instances must have been seen since."""
+    budget_ms: float
+    admitted: list[Candidate] = []
+    held: bool = False
+    """Someone who is fit holds the model."""
 
     def take(self, place: Place) -> Candidate | None:
         """Look at one place; the candidate if it passes all checks but Eq. 2."""
         call, instance = self.call, place.instance
-        if instance.reported != "ok" or instance.seen_at < self._fresh_from or place.iid in call.exclude:
+        if instance.reported != "ok" or instance.seen_at < self.fresh_from or place.iid in call.exclude:
             self.result.rule_out(self._unfit(place))
             return None
         if not self.held:
             self.held = place.model.state in HELD
-        candidate = candidate_of(call, place, self._prefix_tokens)
-        reason = check(call, candidate, place, self._budget_ms)
+        candidate = candidate_of(call, place, self.prefix_tokens)
+        reason = check(call, candidate, place, self.budget_ms)
         if not reason:
             return candidate
         if reason == "round":
-            excess = excess_ms(candidate, self._budget_ms)
+            excess = excess_ms(candidate, self.budget_ms)
             known = self.result.excess_ms
             self.result.excess_ms = excess if known is None else min(known, excess)
         self.result.refuse(candidate, reason)
@@ -136,7 +134,9 @@ class Ranker:
         with those that a check refuses, not with the number of instances.
         """
         board = self.boards.of(call.model)
-        scan = _Scan(call, self._cluster.judged_at(now) - self._cluster.stale_after_s, self._budget_ms)
+        prefix_tokens = call.prefix_tokens if call.entry is not None or call.sharers else 0
+        fresh_from = self._cluster.judged_at(now) - self._cluster.stale_after_s
+        scan = _Scan(call, Ranking(_NONE), prefix_tokens, fresh_from, self._budget_ms)
         for reason, many in board.unready.items():
             scan.result.rule_out(reason, many)
         self._held(scan, board)
@@ -152,7 +152,7 @@ class Ranker:
                         scan.admitted.append(candidate)
         result = scan.result
         if not self._policy.by_cost:
-            scan.admitted.sort()
+            scan.admitted.sort(key=lambda c: c.iid)
         result.order = self._policy.rank(call, scan.admitted)
         return result
 
@@ -164,11 +164,11 @@ class Ranker:
             near = call.sharers | {call.entry.iid} if call.entry is not None else call.sharers
             near = {iid for iid in near if board.open(iid)}
         totals: list[float] = []
-        for iid in near:
+        for iid in sorted(near):
             candidate = take(places[iid])
             if candidate is not None:
                 admitted.append(candidate)
-                insort(totals, candidate.total_ms)
+                insort(totals, candidate.cost.total_ms)
         enough = RANKED if self._policy.by_cost else len(places) + 1
         least_ms = call.prompt_tokens * board.least_prefill
         for base_ms, _, iid in board.held:
@@ -178,7 +178,7 @@ class Ranker:
                 candidate = take(places[iid])
                 if candidate is not None:
                     admitted.append(candidate)
-                    insort(totals, candidate.total_ms)
+                    insort(totals, candidate.cost.total_ms)
 
     @staticmethod
     def _shut(scan: _Scan, board: Board) -> None:
@@ -206,7 +206,7 @@ class Ranker:
                 continue
             fit += 1
             weight_bytes = place.profile.weight_bytes
-            price = replica_price_ms(place.instance.snapshot, weight_bytes, candidate.act_ms, self._config)
+            price = replica_price_ms(place.instance.snapshot, weight_bytes, place.act_ms, self._config)
             # A model that nobody holds is opened whatever it costs: the alternative is not to serve it.
             if not held or replica_gain_ms(demand, best_wait, candidate.wait_ms, self._config) > price:
                 scan.admitted.append(candidate)

@@ -155,6 +155,7 @@ class RouterShell:
             self._bad(message, e)
             return
         self._handle(Ask(request, message))
+        self.core.settle(request.model)
 
     def _on_completion(self, message: Message) -> None:
         try:

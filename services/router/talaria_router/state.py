@@ -40,7 +40,7 @@ class Arrivals:
 
     def add(self, now: float, window_s: float) -> None:
         """One more call."""
-        self._rate = self.per_s(now, window_s) + 1.0 / window_s
+        self._rate = self._rate * math.exp((self._at - now) / window_s) + 1.0 / window_s
         self._at = now
         self.turn += 1
 
