@@ -18,6 +18,18 @@ PHASES = (
     ("linger_ms", "linger", "·", "#e0e0e0"),
 )
 """Field, name, letter of the live picture, colour of the timeline."""
+_COUNTS = (
+    ("sp_admitted", "by SP"),
+    ("suspended", "suspended"),
+    ("retracted", "cut off"),
+    ("sp_deferred", "returns parked"),
+    ("deferred_late", "came late"),
+    ("deferred_prefix", "without prefix"),
+    ("deferred_rows", "without room"),
+    ("deferred_time", "without time"),
+    ("deferred_retracted", "lost their rows"),
+)
+"""What a line says of a slot's calls, where it is not 0."""
 INFEASIBLE = "#c62828"
 """Colour of the dot at a slot whose plan gave a target up."""
 _ROW, _LEFT, _WIDTH = 26, 220, 1200
@@ -51,7 +63,7 @@ def line(slot: Slot, ms_per_letter: float) -> str:
     data = slot.data
     bar = "".join(letter * round(float(data.get(field, 0.0)) / ms_per_letter) for field, _, letter, _ in PHASES)
     notes = [f"{data['admitted']} in"]
-    for field, word in (("sp_admitted", "by SP"), ("sp_deferred", "returns parked"), ("retracted", "cut off")):
+    for field, word in _COUNTS:
         if data.get(field):
             notes.append(f"{data[field]} {word}")
     if data.get("infeasible"):

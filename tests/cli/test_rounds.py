@@ -27,7 +27,10 @@ DATA = {
     "admitted": 3,
     "sp_admitted": 1,
     "sp_deferred": 2,
+    "suspended": 4,
     "retracted": 0,
+    "deferred_late": 1,
+    "deferred_rows": 2,
     "round": 7,
     "round_planned_ms": 2000.0,
     "round_ms": 1800.0,
@@ -52,7 +55,7 @@ def test_a_slot_is_one_line(tmp_path: Path) -> None:
     (line,) = result.stdout.splitlines()
     assert "░░PPPddSdddf" in line
     assert "R 1.8/2.0 s" in line
-    assert "3 in, 1 by SP, 2 returns parked, infeasible: ttft" in line
+    assert "3 in, 1 by SP, 4 suspended, 2 returns parked, 1 came late, 2 without room, infeasible: ttft" in line
 
 
 def test_the_timeline_keeps_proportions(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from talaria_common.clock import Clock
 from talaria_common.errors import BadRequestError, DeadlineError, EngineError, TalariaError
@@ -27,6 +27,7 @@ from talaria_gpu.hkvr.agreement import RankLostError
 from talaria_gpu.sched import messages as ask
 from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.sched.demand import Capacity
+from talaria_gpu.sched.report import WHY
 from talaria_gpu.sched.slots import SlotScheduler
 
 _STUCK_PAUSE_MAX_S = 0.05
@@ -255,18 +256,19 @@ class SlotDriver:
     # --- carrying out
 
     def _carry(self, now: float, effects: Sequence[ask.Effect], reports: list[Report]) -> None:
+        over: ask.SlotOver | None = None
         for effect in effects:
             match effect:
                 case ask.AbortCall(rid=rid, model=model, reason=reason):
                     reports.append(self._dropped(rid, model, reason))
                 case ask.SlotOver():
-                    reports.append(_slot_ended(effect))
+                    over = effect
                 case ask.RunStep():
                     self._check_at = None
                     self._step(effect, reports)
                 case ask.RunSwitch(model=model):
                     self._check_at = None
-                    self._switch(model, reports)
+                    self._switch(model, over, reports)
         if self._under_way is None and self._scheduler.resting:
             self._rest(now)
 
@@ -289,13 +291,19 @@ class SlotDriver:
         if self._scheduler.resting:
             self._check_at = now + self._idle_check_s
 
-    def _switch(self, model: str, reports: list[Report]) -> None:
+    def _switch(self, model: str, over: ask.SlotOver | None, reports: list[Report]) -> None:
+        """Switch, and report the slot `over`: only the switch shows what became of the calls that still ran in it."""
         since = self._clock.now()
         try:
             switching = _Switching(self._engine.switch(model), since)
         except SwitchFailedError as e:
+            if over is not None:
+                kept = min(over.running, self._engine.running(over.model)) if e.active == over.model else 0
+                reports.append(_slot_ended(over, kept, over.running - kept))
             self._switch_failed(e, since, reports)
             return
+        if over is not None:
+            reports.append(_slot_ended(over, switching.timing.suspended, switching.timing.retracted))
         if (self._engine.next_event_in() or 0.0) > 0:
             self._under_way = switching
         else:
@@ -373,6 +381,12 @@ def _capacity(info: ModelInfo) -> Capacity:
     return Capacity(info.kv_capacity_tokens, info.max_running)
 
 
-def _slot_ended(over: ask.SlotOver) -> SlotEnded:
-    fields = {name: getattr(over, name) for name in SlotEnded.__struct_fields__ if name != "infeasible"}
-    return SlotEnded(**fields, infeasible=",".join(over.infeasible))
+def _slot_ended(over: ask.SlotOver, suspended: int, retracted: int) -> SlotEnded:
+    told: dict[str, Any] = {
+        "suspended": suspended,
+        "retracted": retracted,
+        "infeasible": ",".join(over.infeasible),
+        **{f"deferred_{why}": over.deferred_why.get(why, 0) for why in WHY},
+    }
+    fields = {name: getattr(over, name) for name in SlotEnded.__struct_fields__ if name not in told}
+    return SlotEnded(**fields, **told)

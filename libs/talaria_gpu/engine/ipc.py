@@ -137,12 +137,21 @@ class SlotEnded(_Ipc, frozen=True, kw_only=True):
     admitted: int
     deferred: int
     retracted: int
+    """Calls that still ran at its end, lost their KV and are prefilled again."""
     reason: str
     """Why it ended, now that another model waits.
 
     idle: nothing was left that the slot may run; drained: all that ran finished in Dfin; budget: what still ran was
     suspended or retracted.
     """
+    suspended: int = 0
+    """Calls that still ran at its end and go on where they were."""
+    deferred_late: int = 0
+    """`deferred` by reason (`sched.report.Why`)."""
+    deferred_prefix: int = 0
+    deferred_rows: int = 0
+    deferred_time: int = 0
+    deferred_retracted: int = 0
     p_ms: float = 0.0
     """active = p + d1 + sp + d + dfin + linger (3.4, Eq. 3)."""
     d1_ms: float = 0.0

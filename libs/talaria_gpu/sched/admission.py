@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from talaria_gpu.engine.contract import PrefixState
@@ -22,14 +23,22 @@ Rank = Callable[[Call], float]
 def for_p(slot: Slot, queue: ModelQueue, ranked: Sequence[Call], batch: Batch, *, room: Room, rank: Rank) -> list[str]:
     """Ordinary work that waited when the slot opened, the most urgent first.
 
-    Always the call that the slot owes, and all that ran before and lost their KV: protected decode is theirs.
+    Always the call that the slot owes, and all that ran before and lost their KV: protected decode is theirs. Where
+    the device has no room for one of them, others get by or not as in `fill`.
     """
     calls = [call for call in ranked if call.rid not in slot.late]
     must = [call for call in calls if call.rid == slot.owed or queue.was_retracted(call.rid)]
+    left_out: float | None = None
     for call in must:
-        if batch.has_room(call):
+        overdue = rank(call) == math.inf
+        refused = slot.refused and call.rid == slot.owed and not overdue
+        if batch.has_room(call) and not refused:
             batch.add(call)
-    return fill(batch, [call for call in calls if call not in must], room=room, rank=rank)
+        elif overdue:
+            return batch.rids
+        else:
+            left_out = rank(call)
+    return fill(batch, [call for call in calls if call not in must], room=room, rank=rank, left_out=left_out)
 
 
 def for_sp(slot: Slot, queue: ModelQueue, prefixes: Mapping[str, PrefixState]) -> list[Call]:
@@ -49,14 +58,20 @@ def for_sp(slot: Slot, queue: ModelQueue, prefixes: Mapping[str, PrefixState]) -
     return [call for call in queue.waiting.values() if eligible(call)]
 
 
-def fill(batch: Batch, calls: Sequence[Call], *, room: Room, rank: Rank) -> list[str]:
-    """Take in what fits, in order. A call that does not fit lets others of its own rank by, but none of a lower."""
-    left_out: float | None = None
+def fill(batch: Batch, calls: Sequence[Call], *, room: Room, rank: Rank, left_out: float | None = None) -> list[str]:
+    """Take in what fits, in order. A call that does not fit lets others of its own rank by, but none of a lower.
+
+    One that is overdue, or ran before, and finds no rows or no place lets nobody by: smaller calls would take them
+    for ever. `left_out`: the rank of one that found none before.
+    """
     for call in calls:
         if left_out is not None and rank(call) < left_out:
             break
-        if batch.has_room(call) and room(batch.cost_ms(call)) >= -EPS_MS:
+        has_room = batch.has_room(call)
+        if has_room and room(batch.cost_ms(call)) >= -EPS_MS:
             batch.add(call)
-        else:
-            left_out = rank(call) if left_out is None else max(left_out, rank(call))
+            continue
+        if not has_room and rank(call) == math.inf:
+            break
+        left_out = rank(call) if left_out is None else max(left_out, rank(call))
     return batch.rids

@@ -54,13 +54,15 @@ class RoundBook:
     ) -> SlotPlan:
         """The plan for the slot of `models[0]`, the others having work: of this round, or of the next one.
 
-        A model that got work after the round began joins it, and the rest of the round is planned anew.
+        A model that got work after the round began joins it, and the rest of the round is planned anew: those that
+        have had their slots wait for their next ones no longer than Eq. 5 says, or the plan is infeasible.
         """
         model = models[0]
         if self.plan is None or model in self._served:
             self.begin(now, models, prefixes, out)
         elif model not in self.plan.slots:
-            self._make(now, models, prefixes, out)
+            rest = [name for name in models if name not in self._served]
+            self._make(now, rest, prefixes, out, spent_ms=max(0.0, (now - self.began) * 1000))
         self._served.add(model)
         assert self.plan is not None
         return self.plan.slots[model]
@@ -76,11 +78,17 @@ class RoundBook:
         self._slot_ms.setdefault(model, Ewma()).add(active_ms)
 
     def _make(
-        self, now: float, models: Sequence[str], prefixes: Mapping[str, PrefixState], out: Mapping[str, int]
+        self,
+        now: float,
+        models: Sequence[str],
+        prefixes: Mapping[str, PrefixState],
+        out: Mapping[str, int],
+        *,
+        spent_ms: float = 0.0,
     ) -> None:
         config = self._config
         limits = Limits(config.slot_ms, config.drain_ms, config.round_limit_ms, config.t_tpot_ms, self.lossy)
-        self.plan = plan_round([self._demand(now, model, prefixes, out) for model in models], limits)
+        self.plan = plan_round([self._demand(now, model, prefixes, out) for model in models], limits, spent_ms)
 
     def _demand(self, now: float, model: str, prefixes: Mapping[str, PrefixState], out: Mapping[str, int]) -> Demand:
         musts = self._queues[model].musts(now, self._config.patience_ms)

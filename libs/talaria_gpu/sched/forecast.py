@@ -67,7 +67,7 @@ def boundary_steps(now: float, state: State) -> int | None:
     if slot.phase is Phase.DFIN:
         left = slot.plan.decodes - slot.decoded
         return left if left > 0 else None
-    candidates = choice.returning(state, slot)
+    candidates = choice.returning(now, state, slot)
     if not candidates:
         return None
     # Steps faster than predicted make room for a return that does not fit now.

@@ -179,9 +179,11 @@ class SlotOver:
     sp_deferred: int
     """Continuations that came, or stayed, while the slot was open and wait for the model's next one (parked)."""
     deferred: int
-    """Calls that came, or did not fit, and wait for the model's next slot, new sessions included."""
-    retracted: int
-    """Calls that still decoded."""
+    """Calls that came, did not fit or lost their rows, and wait for the model's next slot, new sessions included."""
+    deferred_why: Mapping[str, int]
+    """How many of them for which reason, see `report`; reasons of none are left out."""
+    running: int
+    """Calls that still decoded: the switch suspends or retracts them."""
     protected: int
     """d_m: the decode iterations reserved (Eq. 4)."""
     planned_ms: float

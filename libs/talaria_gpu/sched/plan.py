@@ -85,6 +85,7 @@ class RoundPlan:
 
     slots: dict[str, SlotPlan]
     switch_ms: float
+    """All that is not slots: the switches, and what of the round has run already."""
     infeasible: tuple[str, ...] = ()
     """Targets given up: "ttft", "tpot"."""
     round_ms: float = field(init=False)
@@ -93,9 +94,13 @@ class RoundPlan:
         object.__setattr__(self, "round_ms", self.switch_ms + sum(s.length_ms for s in self.slots.values()))
 
 
-def plan_round(demands: Sequence[Demand], limits: Limits) -> RoundPlan:
-    """Plan one slot for each of `demands`, in that order."""
-    switch_ms = sum(d.switch_ms for d in demands) if len(demands) > 1 else 0.0
+def plan_round(demands: Sequence[Demand], limits: Limits, spent_ms: float = 0.0) -> RoundPlan:
+    """Plan one slot for each of `demands`, in that order.
+
+    `spent_ms`: the round began so long ago, and its models that have had their slots are not in `demands`.
+    """
+    switch_ms = sum(d.switch_ms for d in demands) if len(demands) > 1 or spent_ms else 0.0
+    switch_ms += spent_ms
     step_ms = sum(d.decode_ms for d in demands)
     least_ms = sum(_lossy(d.least_ms, limits) for d in demands)
     reachable = all(d.decode_ms < limits.t_tpot_ms for d in demands)

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from talaria_gpu.sched.messages import Call
 
+_ALIKE_S = 0.25
+"""Deadlines that fall within the same quarter of a second count as one where the engine keeps the order."""
+
 
 class ModelQueue:
     """The unfinished calls of one model: waiting (retracted ones first, then by arrival) and running."""
@@ -59,16 +62,20 @@ class ModelQueue:
         return len(self.waiting) - len(self._retracted)
 
     def admissible(self, now: float, patience_ms: float) -> frozenset[str] | None:
-        """The waiting calls that may prefill next; None: all.
+        """The waiting calls that may prefill next where the engine chooses among them; None: all.
 
-        Higher priorities go first, as a class: the next class is admitted once this one runs. Retracted calls, and
-        calls that have waited for `patience_ms`, stand above every priority, so that none starves.
+        The engine takes them as they stand and lets nobody by. So these are the most urgent ones, in the order of
+        `ranked`, as long as they stand in that order; the others are admitted once these run.
         """
-        if len(self._priorities) <= 1:
+        if self._in_order():
             return None
-        rank = {rid: self.rank(call, now, patience_ms) for rid, call in self.waiting.items()}
-        top = max(rank.values())
-        return frozenset(rid for rid, r in rank.items() if r == top)
+        place = {rid: i for i, rid in enumerate(self.waiting)}
+        first: list[str] = []
+        for call in self._ranked(now, patience_ms, _ALIKE_S):
+            if first and place[call.rid] < place[first[-1]]:
+                break
+            first.append(call.rid)
+        return None if len(first) == len(place) else frozenset(first)
 
     def ranked(self, now: float, patience_ms: float) -> list[Call]:
         """The waiting calls, the most urgent first.
@@ -76,14 +83,7 @@ class ModelQueue:
         Retracted ones, then those that have waited for `patience_ms`, each in the order they stand; then by priority,
         deadline and arrival.
         """
-        place = {rid: i for i, rid in enumerate(self.waiting)}
-
-        def key(call: Call) -> tuple[float, float, int]:
-            rank = self.rank(call, now, patience_ms)
-            deadline = call.deadline or math.inf
-            return (-rank, 0.0 if rank == math.inf else deadline, place[call.rid])
-
-        return sorted(self.waiting.values(), key=key)
+        return self._ranked(now, patience_ms, 0.0)
 
     def owed(self, now: float, patience_ms: float) -> Call | None:
         """The call that the next slot owes its first token: the most urgent that never ran.
@@ -114,6 +114,31 @@ class ModelQueue:
         overdue = self._overdue(call, now, patience_ms)
         return math.inf if overdue or call.rid in self._retracted else call.priority
 
+    def _ranked(self, now: float, patience_ms: float, alike_s: float) -> list[Call]:
+        place = {rid: i for i, rid in enumerate(self.waiting)}
+
+        def key(call: Call) -> tuple[float, float, int]:
+            rank = self.rank(call, now, patience_ms)
+            return (-rank, 0.0 if rank == math.inf else _due(call, alike_s), place[call.rid])
+
+        return sorted(self.waiting.values(), key=key)
+
+    def _in_order(self) -> bool:
+        """Whether the calls stand as `_ranked` has them, now and later: one priority, no deadline before a nearer one.
+
+        The usual case, and asked before every step.
+        """
+        if len(self._priorities) > 1:
+            return False
+        last = 0.0
+        for rid, call in self.waiting.items():
+            if rid not in self._retracted:
+                due = _due(call, _ALIKE_S)
+                if due < last:
+                    return False
+                last = due
+        return True
+
     @staticmethod
     def _overdue(call: Call, now: float, patience_ms: float) -> bool:
         return (now - call.arrival) * 1000 >= patience_ms
@@ -133,3 +158,10 @@ class ModelQueue:
             self._priorities[call.priority] = left
         else:
             del self._priorities[call.priority]
+
+
+def _due(call: Call, alike_s: float) -> float:
+    """A call's deadline, by the grain of `alike_s` (0: exactly); inf: it has none."""
+    if not call.deadline:
+        return math.inf
+    return call.deadline // alike_s if alike_s else call.deadline

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from talaria_gpu.engine.contract import PrefixState, StepResult
-from talaria_gpu.sched.messages import AbortCall, Call, Effect, Switched
+from talaria_gpu.sched.messages import AbortCall, Call, Effect, Phase, Switched
 from talaria_gpu.sched.slot import Slot
 from talaria_gpu.sched.state import State
 
@@ -49,7 +49,10 @@ def stepped(now: float, state: State, model: str, result: StepResult, waiting: S
         gone = before - queue.waiting.keys() if before is not None else ()
         back = queue.waiting.keys() - before if before is not None else ()
         restoring = {rid for rid in slot.committed if state.prefixes.get(rid, _NO_PREFIX).host}
+        of_p = slot.phase is Phase.P
         slot.stepped(now, result, started=gone, back=back, restoring=restoring)
+        if of_p and slot.phase is not Phase.P:
+            slot.left_p(queue.waiting.values())
     for tokens in result.tokens:
         if tokens.token_ids:
             state.out[tokens.rid] = state.out.get(tokens.rid, 0) + len(tokens.token_ids)

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from talaria_gpu.engine.contract import StepResult
-from talaria_gpu.sched.messages import Phase
+from talaria_gpu.sched.messages import Call, Phase
 from talaria_gpu.sched.plan import SlotPlan
 
 _DECODING = {Phase.P: Phase.D1, Phase.SP: Phase.D}
@@ -48,6 +48,8 @@ class Slot:
     """Continuations that P had no room for."""
     boundary: bool = True
     """A decode has run since the last prefill: SP may begin."""
+    refused: bool = False
+    """The engine had no room for the call that the slot owes."""
     stuck: bool = False
     """The last step found nothing to run."""
     unsettled: bool = False
@@ -77,7 +79,7 @@ class Slot:
         self.carried.clear()
         self.invested_ms.clear()
         self.decoded, self.decoded_ms, self.pending_ms = 0, 0.0, 0.0
-        self.stuck, self.boundary, self.lingering = False, True, False
+        self.stuck, self.boundary, self.lingering, self.refused = False, True, False, False
 
     # --- the clock
 
@@ -96,6 +98,10 @@ class Slot:
         self.tick(now)
         self.phase = phase
         self.committed.clear()
+
+    def left_p(self, waiting: Iterable[Call]) -> None:
+        """P is over: the continuations among what waits may enter by SP."""
+        self.carried = {call.rid for call in waiting if call.is_continuation and call.rid not in self.late}
 
     # --- steps
 
@@ -134,7 +140,7 @@ class Slot:
 
     def _prefilled(self, result: StepResult, began: list[str]) -> None:
         self.counts.prefills += 1
-        self.boundary = False
+        self.boundary = self.refused = False
         if self.plan is None:
             self.phase = Phase.P  # alone, a model has no round: every prefill is one of P
         self.pending_ms += result.wall_ms
@@ -149,10 +155,13 @@ class Slot:
         self.decoded_ms += result.wall_ms
         self.boundary = True
         # A decode though a batch was admitted: the device has no room for it now, or its prefix is still coming. Only
-        # that, and what is owed, is asked for again.
-        self.committed = {rid for rid in self.committed if rid == self.owed or rid in restoring}
-        if not self.committed:
+        # that, and what is owed, is asked for again; half a prompt that pauses has its place already.
+        if self.owed in self.committed and self.owed not in restoring and not self.pending_ms:
+            self.refused = True
+        kept = {rid for rid in self.committed if rid == self.owed or rid in restoring}
+        if not kept and (self.committed or self.plan is None):
             self.phase = _DECODING.get(self.phase, self.phase)
+        self.committed = kept
 
     # --- what is left
 

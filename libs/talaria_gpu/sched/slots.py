@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -237,6 +238,7 @@ class SlotScheduler:
         slot.end = max(now, slot.opened + length_s)
         self._state.book.began = max(slot.opened - slot.switch_ms / 1000, now - length_s)
         slot.late.clear()
+        slot.refused = False
         slot.phase = Phase.P
         return self._state.next_other()
 
@@ -245,11 +247,12 @@ class SlotScheduler:
         queue = self._state.queues[slot.model]
         if slot.stuck and slot.phase is not Phase.DFIN:
             slot.owed = None
-            slot.enter(Phase.DFIN, now)
+            self._enter(now, slot, Phase.DFIN)
         slot.committed &= queue.waiting.keys()
-        no_time = self._state.room_ms(now, slot, 0.0) <= admission.EPS_MS
-        if slot.committed and slot.boundary and slot.owed is None and no_time:
-            slot.committed.clear()  # decode ran while it waited for its prefix, and there is no time left
+        if slot.committed and slot.boundary and self._waits_in_vain(now, slot):
+            self._enter(now, slot, Phase.DFIN)
+        if slot.refused and choice.rank_of_owed(now, self._state, slot) != math.inf:
+            slot.committed.discard(slot.owed or "")  # until it is overdue, others may have the room that it has not
         if not slot.committed and slot.phase is not Phase.DFIN:
             slot.committed = set(self._open_p(now, slot) or self._open_sp(now, slot))
         if slot.committed:
@@ -261,21 +264,25 @@ class SlotScheduler:
         return _NOTHING
 
     def _open_p(self, now: float, slot: Slot) -> list[str]:
-        """In P, its next batch; when nothing more of it fits, P is over."""
+        """In P, its next batch; when nothing more of it fits, P is over.
+
+        P stays open while running calls have the room of one that the slot owes and that is overdue: they decode.
+        """
         if slot.phase is not Phase.P:
             return []
         batch = choice.batch_of_p(now, self._state, slot)
-        if not batch:
-            waiting = self._state.queues[slot.model].waiting.values()
-            slot.carried = {c.rid for c in waiting if c.is_continuation and c.rid not in slot.late}
-            slot.enter(Phase.D1, now)
+        waits = choice.rank_of_owed(now, self._state, slot) == math.inf and self._state.queues[slot.model].running
+        if not batch and not (waits and self._has_time(now, slot)):
+            self._enter(now, slot, Phase.D1)
         return batch
 
     def _open_sp(self, now: float, slot: Slot) -> list[str]:
         """In decode, the batch of an SP that begins now, if there is one; enters Dfin when none can fit any more."""
+        if slot.phase is Phase.P:
+            return []
         if slot.phase is Phase.SP:
             slot.enter(Phase.D, now)
-        if self._state.room_ms(now, slot, 0.0) <= admission.EPS_MS:
+        if not self._has_time(now, slot):
             slot.enter(Phase.DFIN, now)
             return []
         at_boundary = slot.boundary or not self._state.queues[slot.model].running
@@ -284,6 +291,29 @@ class SlotScheduler:
             slot.enter(Phase.SP, now)
             slot.counts.sps += 1
         return batch
+
+    def _has_time(self, now: float, slot: Slot) -> bool:
+        """Whether there is time left beyond all protected decode."""
+        return self._state.room_ms(now, slot, 0.0) > admission.EPS_MS
+
+    def _waits_in_vain(self, now: float, slot: Slot) -> bool:
+        """Whether time has run out while the batch under way waited for its prefix, or for room.
+
+        What P must let in and has a prefix on its way may make the slot twice as long, and no longer: the prefix may
+        find no room either.
+        """
+        if self._has_time(now, slot):
+            return False
+        queue, prefixes = self._state.queues[slot.model], self._state.prefixes
+        must = [rid for rid in slot.committed if rid == slot.owed or queue.was_retracted(rid)]
+        coming = any(rid in prefixes and prefixes[rid].host for rid in must)
+        length_ms = slot.plan.length_ms if slot.plan is not None else 0.0
+        return not coming or (now - slot.end) * 1000 >= length_ms - admission.EPS_MS
+
+    def _enter(self, now: float, slot: Slot, phase: Phase) -> None:
+        if slot.phase is Phase.P:
+            slot.left_p(self._state.queues[slot.model].waiting.values())
+        slot.enter(phase, now)
 
     def _nothing_left(self, now: float, slot: Slot, other: str) -> Reason | Literal["linger"]:
         if slot.phase is Phase.DFIN:

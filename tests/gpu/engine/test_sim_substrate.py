@@ -13,7 +13,7 @@ from talaria_common.clock import ManualClock
 from talaria_common.settings import InstanceSettings
 from talaria_gpu.engine.contract import EngineCall, Sampling, SwitchTiming
 from talaria_gpu.engine.driver import SlotDriver
-from talaria_gpu.engine.ipc import Stepped, Switched
+from talaria_gpu.engine.ipc import SlotEnded, Stepped, Switched
 from talaria_gpu.engine.sim.device import ModelSpec, Part, Phases, Substrate
 from talaria_gpu.engine.sim.engine import SimEngine
 from talaria_gpu.engine.sim.links import Link
@@ -71,6 +71,7 @@ class Rig:
         self.steps: dict[str, list] = {}
         self.ended: dict[str, float] = {}
         self.switches: list[SwitchTiming] = []
+        self.slots: list[SlotEnded] = []
 
     def submit(self, rid: str, ids: list[int], model: str = "a", new: int = 4, session: str = "") -> None:
         sampling = Sampling(max_new_tokens=new)
@@ -93,6 +94,8 @@ class Rig:
                             self.ended[t.rid] = self.clock.now()
                 elif isinstance(report, Switched):
                     self.switches += report.timings
+                elif isinstance(report, SlotEnded):
+                    self.slots.append(report)
             active = self.engine.active
             if active is not None and self.engine.kept is not None:
                 assert self.engine.kv_used_tokens(active) <= self.engine.models()[active].kv_capacity_tokens
@@ -176,6 +179,7 @@ class TestHostKv:
         rig.rest()
         assert sum(t.suspended for t in rig.switches) >= 2
         assert sum(t.retracted for t in rig.switches) == 0
+        assert [(s.suspended, s.retracted) for s in rig.slots] == [(t.suspended, 0) for t in rig.switches[1:]]
         for rid, ids in (("long", list(range(2000))), ("b", [1, 2] * 500)):
             assert rig.tokens(rid) == expected_tokens(ids, 60)
             assert rig.steps[rid][-1].recomputed_tokens == 0
@@ -188,6 +192,7 @@ class TestHostKv:
         rig.submit("b", [1, 2] * 500, model="b", new=60)
         rig.rest()
         assert sum(t.retracted for t in rig.switches) > 0
+        assert sum(s.retracted for s in rig.slots) == sum(t.retracted for t in rig.switches)
         assert rig.tokens("long") == expected_tokens(list(range(2000)), 60)
 
 

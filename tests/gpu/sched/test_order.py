@@ -65,6 +65,7 @@ def test_in_any_order_nobody_waits_while_another_has_two_slots(order, arrivals) 
     toy = Toy(("a", "b", "c"), SlotConfig(slot_ms=100.0), jobs, 30)
     for place, model in enumerate(order):
         toy.core.estimates.switch(model, 1000.0 * place, loaded_bytes=1000, weight_bytes=1000)
+        toy.rules.knows_switch(model, 1000.0 * place)
         toy.core._state.book.closed(model, 0.0, 1000.0 * (place + 1))
     toy.work()
     assert set(toy.done.values()) == {"length"}

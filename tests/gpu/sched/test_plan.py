@@ -30,13 +30,17 @@ limits = st.builds(
 )
 
 
-@given(demands(), limits)
-@example([Demand("a", 60.0, 0.0, 1.0, 1.0), Demand("b", 60.0, 0.0, 1.0, 1.0)], Limits(200, 50, 9000, 100, True))
-def test_a_plan_keeps_eq_4_and_5_or_says_so(ask: list[Demand], bounds: Limits) -> None:
-    plan = plan_round(ask, bounds)
-    switches = sum(d.switch_ms for d in ask) if len(ask) > 1 else 0.0
+spent = st.sampled_from([0.0, 0.0, 300.0, 8000.0])
+"""Of a round that has begun."""
+
+
+@given(demands(), limits, spent)
+@example([Demand("a", 60.0, 0.0, 1.0, 1.0), Demand("b", 60.0, 0.0, 1.0, 1.0)], Limits(200, 50, 9000, 100, True), 0.0)
+def test_a_plan_keeps_eq_4_and_5_or_says_so(ask: list[Demand], bounds: Limits, spent_ms: float) -> None:
+    plan = plan_round(ask, bounds, spent_ms)
+    switches = sum(d.switch_ms for d in ask) if len(ask) > 1 or spent_ms else 0.0
     assert list(plan.slots) == [d.model for d in ask]
-    assert plan.round_ms == pytest.approx(switches + sum(s.length_ms for s in plan.slots.values()))  # Eq. 3
+    assert plan.round_ms == pytest.approx(spent_ms + switches + sum(s.length_ms for s in plan.slots.values()))  # Eq. 3
     if "ttft" not in plan.infeasible:
         assert plan.round_ms <= bounds.round_ms + 1e-3  # Eq. 5
     for d in ask:
@@ -54,16 +58,16 @@ def test_a_plan_keeps_eq_4_and_5_or_says_so(ask: list[Demand], bounds: Limits) -
         assert plan.round_ms >= bounds.round_ms - 1e-3
 
 
-@given(demands(), limits)
-def test_nothing_is_given_up_without_need(ask: list[Demand], bounds: Limits) -> None:
+@given(demands(), limits, spent)
+def test_nothing_is_given_up_without_need(ask: list[Demand], bounds: Limits, spent_ms: float) -> None:
     """A target is missed only if even the longest round that Eq. 5 allows cannot hold what is owed and protected.
 
     What is owed is at least as much prefill as the switch took, if so much waits.
     """
-    plan = plan_round(ask, bounds)
+    plan = plan_round(ask, bounds, spent_ms)
     if not plan.infeasible:
         return
-    switches = sum(d.switch_ms for d in ask) if len(ask) > 1 else 0.0
+    switches = sum(d.switch_ms for d in ask) if len(ask) > 1 or spent_ms else 0.0
     count = max(1, -(-bounds.round_ms // bounds.t_tpot_ms))
     least = {d.model: max(d.first_ms, min(d.switch_ms, d.prefill_ms)) for d in ask}
     owed = sum(
@@ -71,7 +75,7 @@ def test_nothing_is_given_up_without_need(ask: list[Demand], bounds: Limits) -> 
         for d in ask
     )
     unreachable = any(d.decode_ms >= bounds.t_tpot_ms for d in ask)
-    assert unreachable or switches + owed > bounds.round_ms - 1e-3
+    assert unreachable or spent_ms + switches + owed > bounds.round_ms - 1e-3
 
 
 def test_two_models_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from talaria_gpu.sched.ablation import NAMES, Ablation, Name
 from talaria_gpu.sched.config import SlotConfig
-from talaria_gpu.sched.messages import Phase, Turn
+from talaria_gpu.sched.messages import Turn
 from tests.gpu.sched.toy import Job, Toy
 
 MODELS = ("a", "b", "c")
@@ -48,10 +49,22 @@ configs = st.builds(
 )
 
 
-@given(jobs=jobs(), config=configs, switch_ms=st.sampled_from([0, 30, 200]), chunk=st.sampled_from([0, 0, 7]))
+devices = st.fixed_dictionaries(
+    {
+        "switch_ms": st.sampled_from([0, 30, 200]),
+        "chunk": st.sampled_from([0, 0, 7]),
+        "rows": st.sampled_from([0, 180, 260, 500]),
+        "places": st.sampled_from([0, 1, 2, 4]),
+        "cautious": st.booleans(),
+    }
+)
+"""No call of `jobs` needs more than 180 rows."""
+
+
+@given(jobs=jobs(), config=configs, device=devices)
 @settings(max_examples=300, deadline=None)
-def test_any_arrivals_end_and_keep_the_rules(jobs: list[Job], config: SlotConfig, switch_ms: int, chunk: int) -> None:
-    toy = Toy(MODELS, config, jobs, switch_ms, chunk)
+def test_any_arrivals_end_and_keep_the_rules(jobs: list[Job], config: SlotConfig, device: dict[str, Any]) -> None:
+    toy = Toy(MODELS, config, jobs, **device)
     toy.work()
     for job in jobs:
         if job.deadline_ms is None and job.leave_ms is None:
@@ -59,18 +72,30 @@ def test_any_arrivals_end_and_keep_the_rules(jobs: list[Job], config: SlotConfig
     assert toy.core.resting or toy.core.handle(toy.now, Turn())
 
 
-@given(jobs=jobs(models=("a",)), config=configs)
+@given(jobs=jobs(max_jobs=6), config=configs, device=devices)
 @settings(max_examples=100, deadline=None)
-def test_a_model_alone_has_no_rounds(jobs: list[Job], config: SlotConfig) -> None:
-    toy = Toy(("a",), config, jobs, active="a")
+def test_few_calls_against_the_rules_by_enumeration(
+    jobs: list[Job], config: SlotConfig, device: dict[str, Any]
+) -> None:
+    Toy(MODELS, config, jobs, **device | {"chunk": 0}, oracle=True).work()
+
+
+@given(jobs=jobs(models=("a",)), config=configs, device=devices)
+@settings(max_examples=100, deadline=None)
+def test_a_model_alone_has_no_rounds(jobs: list[Job], config: SlotConfig, device: dict[str, Any]) -> None:
+    toy = Toy(("a",), config, jobs, active="a", **device)
     toy.work()
     assert not toy.switches
     assert not toy.overs
 
 
+@pytest.mark.parametrize("rows", [0, 110])
 @pytest.mark.parametrize("suspends", [False, True])
-def test_every_small_case_against_the_rules_by_enumeration(suspends: bool) -> None:
-    """Two models, up to four calls: each new or returning, small or large, at one of a few moments."""
+def test_every_small_case_against_the_rules_by_enumeration(suspends: bool, rows: int) -> None:
+    """Two models, up to four calls: each new or returning, small or large, at one of a few moments.
+
+    110 rows are enough for any call, but not for a large one beside the first.
+    """
     config = SlotConfig(slot_ms=120.0, drain_ms=20.0, t_ttft_ms=400.0, t_tpot_ms=50.0, suspends=suspends)
     fixed = [Job("x0", "a", 0, prompt=30, tokens=20), Job("y0", "b", 5, prompt=10, tokens=12)]
     kinds = [
@@ -85,7 +110,7 @@ def test_every_small_case_against_the_rules_by_enumeration(suspends: bool) -> No
             Job(f"z{i}", m, at, prompt=prompt, tokens=4, cached=10, back=back)
             for i, (m, at, back, prompt) in enumerate(case)
         ]
-        toy = Toy(("a", "b"), config, [*fixed, *more], switch_ms=5, oracle=True)
+        toy = Toy(("a", "b"), config, [*fixed, *more], switch_ms=5, oracle=True, rows=rows)
         toy.work()
         assert set(toy.done.values()) == {"length"}, case
         assert all(x != y for x, y in itertools.pairwise(toy.switches)), case
@@ -99,7 +124,7 @@ def test_three_busy_models_rotate_in_order() -> None:
     toy.work()
     assert toy.switches[:6] == ["a", "b", "c", "a", "b", "c"]
     assert toy.overs[0].reason == "budget"
-    assert toy.overs[0].retracted == 3
+    assert toy.overs[0].running == 3
 
 
 def test_a_return_enters_the_open_slot_and_waits_for_the_next_without_sp() -> None:
@@ -134,33 +159,93 @@ def test_a_new_session_waits_for_p_though_returns_go_by_and_no_longer_than_a_rou
     large=st.integers(1, 900),
     t_ttft_ms=st.sampled_from([200.0, 1500.0, 10_000.0]),
     suspends=st.booleans(),
+    places=st.sampled_from([0, 1, 2, 4]),
+    rows=st.sampled_from([0, 1000]),
+    cautious=st.booleans(),
 )
 @settings(max_examples=15, deadline=None)
 def test_a_new_session_s_wait_is_bounded_while_returns_keep_coming(  # noqa: PLR0917 - one argument a strategy
-    every: int, prompt: int, tokens: int, large: int, t_ttft_ms: float, suspends: bool
+    every: int,
+    prompt: int,
+    tokens: int,
+    large: int,
+    t_ttft_ms: float,
+    suspends: bool,
+    places: int,
+    rows: int,
+    cautious: bool,
 ) -> None:
-    """Whatever the load: once overdue, each slot of its model lets it in, or one that came before it and is, too."""
+    """Whatever the load: once overdue, each slot of its model lets it in, or one that came before it and is, too.
+
+    If the device is full, that is so as soon as what runs has ended, for nobody else gets in meanwhile.
+    """
     config = SlotConfig(slot_ms=100.0, t_ttft_ms=t_ttft_ms, t_tpot_ms=30.0, patience_ms=400.0, suspends=suspends)
     returns = [
         Job(f"a{i}", "a", every * i, prompt=prompt, tokens=tokens, cached=prompt - 10, back=True) for i in range(1, 40)
     ]
     new = Job("n", "a", 5 * every + 1, prompt=large, tokens=2)
-    toy = Toy(("a", "b"), config, [Job("b0", "b", 1, tokens=3000), new, *returns], switch_ms=10)
+    other = [Job(f"b{i}", "b", 1 + i, tokens=700) for i in range(3)]
+    toy = Toy(("a", "b"), config, [*other, new, *returns], 10, places=places, rows=rows, cautious=cautious)
     toy.work()
     overdue_ms = new.at_ms + config.patience_ms
     slots = sum(overdue_ms < ms < toy.first_ms["n"] for ms, model in toy.opened if model == "a")
-    assert slots <= 6, f"{slots} slots went by"
+    full = [over.decodes for over in toy.overs if over.model == "a" and over.reason == "budget"]
+    drain = -(-tokens // max(1, min(full, default=1))) if places or rows else 0
+    assert slots <= 6 * (1 + drain), f"{slots} slots went by"
+
+
+@pytest.mark.parametrize(
+    ("rows", "places", "cautious", "prompt"),
+    [(0, 2, False, 30), (200, 0, False, 150), (200, 0, True, 120)],
+    ids=["places", "rows", "refused"],
+)
+def test_a_call_that_the_device_has_no_room_for_is_not_passed_for_ever(
+    rows: int, places: int, cautious: bool, prompt: int
+) -> None:
+    """Returns of 42 rows keep the device full; for a new session they have to stop once it has waited for 400 ms."""
+    config = SlotConfig(slot_ms=200.0, patience_ms=400.0, suspends=True)
+    returns = [Job(f"a{i}", "a", 30 * i, prompt=30, tokens=12, cached=20, back=True) for i in range(200)]
+    other = [Job(f"b{i}", "b", 400 * i, tokens=100) for i in range(20)]
+    new = Job("n", "a", 100, prompt=prompt, tokens=4)
+    toy = Toy(("a", "b"), config, [new, *returns, *other], 10, rows=rows, places=places, cautious=cautious)
+    toy.work()
+    assert toy.first_ms["n"] < 2000, "though returns come until 6000"
+    late = [job.rid for job in returns if toy.first_ms[job.rid] > toy.first_ms["n"]]
+    assert len(late) > 100
+    assert any(over.sp_admitted for over in toy.overs)
+
+
+def test_a_refused_call_does_not_hold_its_slot() -> None:
+    """The scheduler foresees room for a's large call, the executor has none: a's slots end in time all the same."""
+    config = SlotConfig(slot_ms=200.0, patience_ms=0.0, t_ttft_ms=1000.0, suspends=True)
+    jobs = [
+        Job("a0", "a", 0, prompt=30, tokens=400),
+        Job("b0", "b", 1, prompt=30, tokens=400),
+        Job("large", "a", 50, prompt=300, tokens=2),
+    ]
+    toy = Toy(("a", "b"), config, jobs, 10, rows=500, cautious=True)
+    toy.work()
+    assert toy.in_vain > 10
+    assert toy.switches.count("b") > 3
+    assert max(over.active_ms for over in toy.overs) < 900
+    assert any(over.deferred_why == {"rows": 1} for over in toy.overs)
 
 
 def test_what_p_had_no_room_for_may_enter_through_sp_and_is_counted() -> None:
-    """P is full after the first; the call whose prefix is there gets in as soon as decode has freed time."""
-    config = SlotConfig(slot_ms=200.0, t_ttft_ms=600.0, t_tpot_ms=30.0, suspends=True)
-    warm = [Job("w0", "a", 0, prompt=50, tokens=3), Job("w1", "b", 0, prompt=50, tokens=3)]
-    crowd = [Job(f"a{i}", "a", 400, prompt=150, tokens=9, cached=120, back=True) for i in range(6)]
-    other = [Job("b0", "b", 390, prompt=100, tokens=30)]
-    toy = Toy(("a", "b"), config, [*warm, *crowd, *other], switch_ms=5)
+    """Two sessions come back while b has its slot; a runs one and has two places. When the first ends, SP goes on."""
+    config = SlotConfig(slot_ms=400.0, suspends=True)
+    jobs = [
+        Job("a0", "a", 0, prompt=30, tokens=60),
+        Job("b0", "b", 1, prompt=30, tokens=60),
+        Job("a1", "a", 420, prompt=30, tokens=5, cached=20, back=True),
+        Job("a2", "a", 430, prompt=30, tokens=5, cached=20, back=True),
+    ]
+    toy = Toy(("a", "b"), config, jobs, 10, places=2)
     toy.work()
-    assert set(toy.done.values()) == {"length"}
+    carried = [over for over in toy.overs if over.sp_carried]
+    assert [(over.model, over.sp_carried, over.sp_admitted) for over in carried] == [("a", 1, 1)]
+    assert toy.opened[2][1] == "a"
+    assert toy.opened[2][0] < toy.first_ms["a1"] < toy.first_ms["a2"] < toy.opened[3][0], "both in the one slot"
 
 
 def test_a_long_prompt_is_answered_though_its_prefill_outlasts_every_slot() -> None:
@@ -232,7 +317,7 @@ def test_two_models_share_the_device_without_thrashing(
     toy.work()
     assert all(over.prefills + over.decodes for over in toy.overs)
     assert all(x != y for x, y in itertools.pairwise(toy.switches))
-    assert len(toy.switches) <= 2 * turns + sum(over.retracted for over in toy.overs)
+    assert len(toy.switches) <= 2 * turns + sum(over.running for over in toy.overs)
 
 
 def test_dfin_comes_when_nothing_more_fits_and_defers() -> None:
@@ -249,4 +334,6 @@ def test_dfin_comes_when_nothing_more_fits_and_defers() -> None:
     toy.work()
     assert any(over.sp_deferred for over in toy.overs)
     assert all(over.dfin_ms > 0 for over in toy.overs if over.reason == "budget")
-    assert Phase.DFIN in Phase
+    assert all(over.decodes >= over.protected for over in toy.overs if over.reason == "budget")
+    assert all(sum(over.deferred_why.values()) == over.deferred for over in toy.overs)
+    assert any(over.deferred_why.get("time") for over in toy.overs)

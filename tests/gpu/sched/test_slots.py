@@ -87,7 +87,7 @@ def test_a_slot_goes_through_its_phases() -> None:
     over = effects[0]
     assert isinstance(over, SlotOver)
     assert (over.admitted, over.sps, over.sp_admitted, over.sp_deferred, over.deferred) == (2, 1, 1, 1, 2)
-    assert (over.reason, over.retracted, over.prefills, over.decodes) == ("budget", 2, 2, 8)
+    assert (over.reason, over.running, over.prefills, over.decodes) == ("budget", 2, 2, 8)
     assert over.active_ms == pytest.approx(100)
     assert (over.p_ms, over.sp_ms) == (pytest.approx(10), pytest.approx(10))
 
@@ -142,7 +142,8 @@ def test_the_deadline_heap_forgets_finished_calls() -> None:
     assert core.resting
 
 
-def test_priorities_go_as_classes_and_patience_lifts_the_overdue() -> None:
+def test_alone_priorities_go_first_and_patience_lifts_the_overdue() -> None:
+    """The engine takes what it may in the order of the queue, and lets nobody by."""
     core = scheduler(active="a", patience_ms=1000)
     arrive(core, 0.0, "low", "a")
     arrive(core, 0.0, "high", "a", priority=5)
@@ -150,8 +151,31 @@ def test_priorities_go_as_classes_and_patience_lifts_the_overdue() -> None:
     assert core.handle(0.0, Turn()) == [RunStep("a", frozenset({"high", "high2"}))]
     step(core, 0.1, "prefill", {"high": "", "high2": ""}, waiting=["low"])
     assert core.handle(0.1, Turn()) == [RunStep("a", None)]
+    arrive(core, 0.9, "mid", "a", priority=2)
     arrive(core, 1.1, "high3", "a", priority=5)
-    assert core.handle(1.1, Turn()) == [RunStep("a", frozenset({"low"}))]  # has waited for 1.1 s
+    assert core.handle(1.1, Turn()) == [RunStep("a", frozenset({"low", "high3"}))]  # low has waited for 1.1 s
+
+
+def test_alone_the_nearer_deadline_goes_first_within_a_priority() -> None:
+    """A hot instance, too, has no rounds; deadlines that differ by less than a quarter of a second count as one."""
+    core = SlotScheduler(("a",), SlotConfig(), "a", 0.0)
+    for rid, deadline in (("whenever", 0.0), ("late", 600.0), ("soon", 30.0), ("sooner", 29.9), ("soon2", 30.0)):
+        arrive(core, 0.0, rid, "a", deadline=deadline)
+    assert core.handle(0.0, Turn()) == [RunStep("a", frozenset({"sooner"}))]
+    step(core, 0.1, "prefill", {"sooner": ""}, waiting=["whenever", "late", "soon", "soon2"])
+    assert core.handle(0.1, Turn()) == [RunStep("a", frozenset({"soon", "soon2"}))]
+    step(core, 0.2, "prefill", {"soon": "", "soon2": ""}, waiting=["whenever", "late"])
+    assert core.handle(0.2, Turn()) == [RunStep("a", frozenset({"late"}))]
+    step(core, 0.3, "prefill", {"late": ""}, waiting=["whenever"])
+    arrive(core, 0.4, "first", "a", priority=1, deadline=700.0)
+    assert core.handle(0.4, Turn()) == [RunStep("a", frozenset({"first"}))]
+
+
+def test_alone_what_stands_in_order_is_the_engine_s_to_choose() -> None:
+    core = SlotScheduler(("a",), SlotConfig(), "a", 0.0)
+    for i, deadline in enumerate((60.0, 60.1, 60.05, 61.0, 0.0)):
+        arrive(core, i / 100, f"r{i}", "a", deadline=deadline)
+    assert core.handle(0.1, Turn()) == [RunStep("a", None)]
 
 
 def test_in_a_round_p_takes_the_urgent_first_and_leaves_what_does_not_fit() -> None:
@@ -199,8 +223,8 @@ def test_retracted_calls_stand_before_every_priority() -> None:
     step(core, 0.2, "prefill", {"other": "length"}, model="b")
     assert core.handle(0.2, Turn())[-1] == RunSwitch("a")
     core.handle(0.3, Switched("a", 100.0))
-    (order,) = core.handle(0.3, Turn())
-    assert order == RunStep("a", frozenset({"old"}))
+    assert core.handle(0.3, Turn()) == [RunStep("a", None)]
+    assert list(core._state.queues["a"].waiting) == ["old", "vip"], "as the engine takes them"
 
 
 def test_suspended_calls_go_on_without_waiting() -> None:
@@ -237,6 +261,75 @@ def test_a_prefix_on_its_way_does_not_end_p_but_a_full_device_does() -> None:
     assert core.handle(0.02, Turn(known)) == [RunStep("a", frozenset({"coming", "big"}))]
     step(core, 0.03, "decode", {"first": ""}, waiting=["coming", "big"])
     assert core.handle(0.03, Turn(known)) == [RunStep("a", frozenset({"coming"}))]
+
+
+def suspended(patience_ms: float, priority: int = 0) -> SlotScheduler:
+    """a's second slot of 100 ms has opened at 1.0: a1 runs on, and `big` has waited for 100 ms."""
+    core = scheduler(active="a", slot_ms=100, drain_ms=0, suspends=True, patience_ms=patience_ms)
+    arrive(core, 0.0, "a1", "a")
+    step(core, 0.0, "prefill", {"a1": ""})
+    arrive(core, 0.5, "b1", "b")
+    for _ in range(3):
+        core.handle(0.7, Turn())
+        step(core, 0.7, "decode", {"a1": ""})
+    assert core.handle(0.8, Turn())[-1] == RunSwitch("b")
+    core.handle(0.8, Switched("b", 0.0, [], suspended=1))
+    arrive(core, 0.9, "big", "a", priority=priority)
+    step(core, 0.9, "prefill", {"b1": "length"}, model="b")
+    assert core.handle(0.9, Turn())[-1] == RunSwitch("a")
+    arrive(core, 0.95, "b2", "b")
+    core.handle(1.0, Switched("a", 0.0, []))
+    assert core.handle(1.0, Turn()) == [RunStep("a", frozenset({"big"}))]
+    return core
+
+
+def test_a_refused_call_that_is_overdue_is_asked_for_while_there_is_time_and_no_longer() -> None:
+    core = suspended(patience_ms=50)
+    arrive(core, 1.0, "back", "a", back=True)
+    known = {"back": PrefixState(8)}
+    for ms in range(10, 100, 10):
+        step(core, 1.0 + ms / 1000, "decode", {"a1": ""}, waiting=["big", "back"])
+        assert core.handle(1.0 + ms / 1000, Turn(known)) == [RunStep("a", frozenset({"big"}))], ms
+        assert core.phase is Phase.P
+    step(core, 1.1, "decode", {"a1": ""}, waiting=["big", "back"])
+    over, switch = core.handle(1.1, Turn(known))
+    assert isinstance(over, SlotOver)
+    assert switch == RunSwitch("b")
+    assert (over.reason, over.running, over.deferred) == ("budget", 1, 2)
+    assert over.deferred_why == {"rows": 1, "time": 1}
+    assert over.active_ms == pytest.approx(100)
+
+
+def test_until_it_is_overdue_a_refused_call_lets_returns_by() -> None:
+    core = suspended(patience_ms=10_000)
+    arrive(core, 1.0, "back", "a", back=True)
+    known = {"back": PrefixState(8)}
+    step(core, 1.01, "decode", {"a1": ""}, waiting=["big", "back"])
+    assert core.handle(1.01, Turn(known)) == [RunStep("a", frozenset({"back"}))]
+    assert core.phase is Phase.SP
+
+
+def test_a_refused_call_lets_nobody_of_a_lower_rank_by() -> None:
+    core = suspended(patience_ms=10_000, priority=1)
+    arrive(core, 1.0, "back", "a", back=True)
+    step(core, 1.01, "decode", {"a1": ""}, waiting=["big", "back"])
+    assert core.handle(1.01, Turn({"back": PrefixState(8)})) == [RunStep("a", frozenset())]
+    assert core.phase is Phase.D1
+
+
+def test_a_prefix_that_never_comes_does_not_hold_the_slot_for_more_than_its_length() -> None:
+    """The host has `big`'s prefix, and the device no room for it: which looks as if it were on its way."""
+    core = suspended(patience_ms=50)
+    core._state.prefixes["big"] = PrefixState(host=5)
+    ends = []
+    for ms in range(10, 400, 10):
+        step(core, 1.0 + ms / 1000, "decode", {"a1": ""}, waiting=["big"])
+        effects = core.handle(1.0 + ms / 1000, Turn())
+        if effects[-1] == RunSwitch("b"):
+            ends.append(ms)
+            break
+        assert effects == [RunStep("a", frozenset({"big"}))]
+    assert ends == [200]
 
 
 def test_an_engine_that_runs_nothing_cannot_hold_the_slot() -> None:
@@ -288,6 +381,36 @@ def test_the_way_back_from_a_failed_switch_is_a_slot_but_no_measure_of_switches(
     assert core.active == "a"
     assert core.estimates.to_switch_ms("a") == 100.0
     assert core.handle(5.2, Turn()) == [RunStep("a", None)]
+
+
+@pytest.mark.parametrize(("slot_ms", "said"), [(100, ()), (2000, ("ttft",))])
+def test_a_model_that_joins_a_round_gets_what_is_left_of_it(slot_ms: float, said: tuple[str, ...]) -> None:
+    """Rounds may take 900 ms. a and b have taken 200 of them, or all, when c's slot is planned."""
+    core = scheduler(active="a", slot_ms=slot_ms, drain_ms=0, t_ttft_ms=1000, suspends=True)
+    core.estimates.step("c", StepResult(kind="decode", wall_ms=10.0))
+    for model, rid in (("a", "a1"), ("b", "b1")):
+        arrive(core, 0.0, rid, model)
+    switched = []
+    for ms in range(10, 1300, 10):
+        now, effects = ms / 1000, core.handle(ms / 1000, Turn())
+        model = core.active or ""
+        if isinstance(effects[-1], RunSwitch):
+            switched.append(effects[-1].model)
+            core.handle(now, Switched(effects[-1].model, 0.0, [], suspended=1))
+            if switched[-1] == "c":
+                break
+        else:
+            kind = "prefill" if core._state.queues[model].waiting else "decode"
+            step(core, now, kind, {f"{model}1": ""}, model=model)
+        if switched == ["b"] and core.model_of("c1") is None:
+            arrive(core, now, "c1", "c", tokens=1)
+    plan = core.plan
+    assert plan is not None
+    assert switched == ["b", "c"]
+    assert list(plan.slots) == ["c"]
+    assert plan.infeasible == said
+    assert plan.round_ms == pytest.approx(now * 1000 + plan.slots["c"].length_ms)
+    assert (plan.round_ms <= 900) == (not said)
 
 
 def test_calls_that_will_be_late_are_counted() -> None:

@@ -1,23 +1,21 @@
-"""A toy executor in virtual time that runs the round scheduler's orders and checks the rules at every turn.
+"""A toy executor in virtual time that runs the round scheduler's orders and has the rules checked at every turn.
 
-It keeps its own books: what it checks the scheduler's choices against is worked out here, from the jobs' facts.
-One prompt token takes 1 ms to prefill, one decode step 10 ms.
+One prompt token takes 1 ms to prefill, one decode step 10 ms. What the scheduler's choices are checked against is worked
+out in `rules`, from the jobs' facts.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from dataclasses import dataclass, field
 
 from talaria_gpu.engine.contract import PrefixState, StepResult, StepTokens
 from talaria_gpu.sched.config import SlotConfig
+from talaria_gpu.sched.demand import Capacity
 from talaria_gpu.sched.messages import (
     AbortCall,
     Arrived,
     Call,
     Left,
-    Phase,
     RunStep,
     RunSwitch,
     SlotOver,
@@ -26,10 +24,7 @@ from talaria_gpu.sched.messages import (
     Turn,
 )
 from talaria_gpu.sched.slots import SlotScheduler
-
-DECODE_MS = 10
-START = 1000.0
-_EPS = 1e-6
+from tests.gpu.sched.rules import DECODE_MS, START, Rules, Slot
 
 
 @dataclass
@@ -42,7 +37,7 @@ class Job:
     prompt: int = 20
     tokens: int = 3
     cached: int = 0
-    """Prompt tokens that the device holds while the slot is open in which the call came."""
+    """Prompt tokens that the device holds while the slot is open in which the call came; later the host, if it may."""
     back: bool = False
     """A continuation."""
     priority: int = 0
@@ -56,32 +51,13 @@ class Job:
 
 
 @dataclass
-class Slot:
-    """What the toy itself knows of the open slot."""
-
-    model: str
-    opened: float
-    number: int
-    others_since: float | None = None
-    p_began: float = 0.0
-    """Since others wait: what waited then is P's."""
-    waited: set[str] = field(default_factory=set)
-    """What waited at that moment."""
-    left_p: set[str] = field(default_factory=set)
-    """What P had to leave."""
-    decoded: int = 0
-    decoded_ms: float = 0.0
-    prefill_ms: float = 0.0
-    longest_ms: float = 0.0
-    owed_ms: float = 0.0
-    since_prefill: int = 1
-    ended: int = 0
-    """Calls that came to their end in it."""
-
-
-@dataclass
 class Toy:
-    """`chunk` > 0: a prefill step computes so many tokens at most, and a switch loses a half done prompt."""
+    """`chunk` > 0: a prefill step computes so many tokens at most, and a switch loses a half done prompt.
+
+    Running calls outlive a switch if the configuration says so. `rows` and `places` bound what runs, 0: nothing does. A
+    call that finds no rows for its next token is put back, the youngest first. `cautious`: the executor lets a call in
+    only if there are rows for all that running ones may still say, which the scheduler does not foresee.
+    """
 
     models: tuple[str, ...]
     config: SlotConfig
@@ -91,6 +67,9 @@ class Toy:
     active: str | None = None
     oracle: bool = False
     """Compare every batch with all that the rules allow, by enumeration."""
+    rows: int = 0
+    places: int = 0
+    cautious: bool = False
     now: float = START
     done: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
@@ -102,26 +81,32 @@ class Toy:
     """(ms, model) of each slot's beginning."""
     overs: list[SlotOver] = field(default_factory=list)
     sps: list[frozenset[str]] = field(default_factory=list)
+    in_vain: int = 0
+    """Times that the executor had no room for a batch."""
+    put_back: int = 0
+    """Times that a call lost its rows in a slot."""
     steps: int = 0
 
     def __post_init__(self) -> None:
-        self.core = SlotScheduler(self.models, self.config, self.active, self.now)
+        capacity = {model: Capacity(self.rows, self.places) for model in self.models}
+        self.core = SlotScheduler(self.models, self.config, self.active, self.now, capacity)
+        self.keeps = self.config.suspends and self.config.ablation.hkvr
         self.todo = sorted(self.jobs, key=lambda j: j.at_ms)
         self.by_rid = {j.rid: j for j in self.jobs}
         self.leaving = sorted((j for j in self.jobs if j.leave_ms is not None), key=lambda j: j.leave_ms or 0)
         self.wait: dict[str, list[str]] = {m: [] for m in self.models}
         self.run: dict[str, list[str]] = {m: [] for m in self.models}
         self.left: dict[str, int] = {}
-        self.todo_tokens: dict[str, int] = {}
-        """Prompt and generated tokens still to be prefilled."""
+        self.half: dict[str, int] = {}
+        """Rid -> tokens still to be prefilled of a half done prompt."""
         self.arrived_in: dict[str, int] = {}
-        """Rid -> number of the slot that was open for its model when it came; its prefix is cached only there."""
+        """Rid -> number of the slot that was open for its model when it came."""
+        self.told: dict[str, PrefixState] = {}
         self.started: set[str] = set()
-        self.batch: frozenset[str] = frozenset()
-        """The batch under way."""
         self.place: dict[str, int] = {}
         """Rid -> its place among all arrivals."""
         self.slot = Slot(self.active, self.now, 0) if self.active else None
+        self.rules = Rules(self)
         self.passed_over: dict[str, list[str]] = {}
         """Model with work and no slot -> the models that got slots meanwhile."""
 
@@ -139,11 +124,12 @@ class Toy:
     def _events(self) -> None:
         while self.todo and START + self.todo[0].at_ms / 1000 <= self.now + 1e-9:
             job = self.todo.pop(0)
+            here = self.slot is not None and self.slot.model == job.model
+            self.arrived_in[job.rid] = self.slot.number if self.slot and here else -1
+            self.place[job.rid] = len(self.place)
+            self.rules.arrived(job.rid)
             self.wait[job.model].append(job.rid)
             self.left[job.rid] = job.tokens
-            self.place[job.rid] = len(self.place)
-            self.arrived_in[job.rid] = self.slot.number if self.slot and self.slot.model == job.model else -1
-            self.todo_tokens[job.rid] = job.prompt - self._cached(job.rid)
             assert self.core.handle(self.now, Arrived(job.call())) == []
         while self.leaving and START + (self.leaving[0].leave_ms or 0) / 1000 <= self.now + 1e-9:
             job = self.leaving.pop(0)
@@ -161,160 +147,83 @@ class Toy:
         assert times, f"resting with unfinished calls: {set(self.by_rid) - set(self.done)}"
         return max(self.now, min(times))
 
-    def _has_work(self, model: str) -> bool:
+    def has_work(self, model: str) -> bool:
         return bool(self.wait[model] or self.run[model])
 
-    def _cached(self, rid: str) -> int:
-        here = self.slot is not None and self.arrived_in[rid] == self.slot.number
-        return min(self.by_rid[rid].cached, self.by_rid[rid].prompt - 1) if here else 0
+    def others_wait(self) -> bool:
+        return any(self.has_work(m) for m in self.models if self.slot is None or m != self.slot.model)
+
+    def generated(self, rid: str) -> int:
+        return self.by_rid[rid].tokens - self.left[rid]
+
+    def prefix(self, rid: str) -> PrefixState:
+        """What of the call is cached now."""
+        tokens = min(self.by_rid[rid].cached, self.by_rid[rid].prompt - 1)
+        if self.slot is not None and self.arrived_in[rid] == self.slot.number:
+            return PrefixState(tokens)
+        return PrefixState(0, tokens if self.config.ablation.hkvr else 0)
 
     def _others(self) -> None:
         """Note who waits for a slot, and when that began."""
-        waiting = [m for m in self.models if m != self.core.active and self._has_work(m)]
+        waiting = [m for m in self.models if m != self.core.active and self.has_work(m)]
         for model in self.models:
             if model in waiting:
                 self.passed_over.setdefault(model, [])
             else:
                 self.passed_over.pop(model, None)
-        if self.slot and not waiting:
-            self.slot.others_since = None
 
     # --- turns
 
     def _turn(self) -> bool:
-        self._contest()
-        asked = {rid: PrefixState(self._cached(rid)) for rid in self.core.asks()}
+        asked = {rid: self.prefix(rid) for rid in self.core.asks()}
+        self.told |= asked
         effects = self.core.handle(self.now, Turn(asked))
         assert sum(isinstance(e, RunStep | RunSwitch) for e in effects) <= 1
         acted = False
         for effect in effects:
+            if isinstance(effect, AbortCall):
+                deadline = self.by_rid[effect.rid].deadline_ms
+                assert deadline is not None
+                assert self.now >= START + deadline / 1000 - 1e-6
+                self._drop(effect.rid, effect.reason)
+        self._others()
+        self.rules.contest()
+        for effect in effects:
             match effect:
-                case AbortCall(rid=rid, reason=reason):
-                    deadline = self.by_rid[rid].deadline_ms
-                    assert deadline is not None
-                    assert self.now >= START + deadline / 1000 - _EPS
-                    self._drop(rid, reason)
-                    self._others()
                 case SlotOver():
-                    self._over(effect)
+                    self.rules.over(effect)
+                    self.overs.append(effect)
                 case RunSwitch(model=model):
                     self._switch(model)
                     acted = True
                 case RunStep(model=model, admit=admit):
                     assert model == self.core.active
-                    self._check_admission(admit)
+                    self.rules.admission(self.core.phase, admit)
                     self._step(model, admit)
                     acted = True
         return acted
 
-    def _contest(self) -> None:
-        """Others begin to wait: from now on the slot is one of a round."""
-        slot = self.slot
-        if slot and slot.others_since is None and any(self._has_work(m) for m in self.models if m != slot.model):
-            slot.others_since = slot.p_began = self.now
-            slot.waited = set(self.wait[slot.model])
-
-    def _check_admission(self, admit: frozenset[str] | None) -> None:
-        slot, phase = self.slot, self.core.phase
-        assert slot
-        if self.core.plan is None:
-            return  # alone
-        assert admit is not None, "with others waiting, every batch is chosen"
-        if phase is Phase.DFIN:
-            assert admit == frozenset(), "Dfin admits nothing"
-        elif phase is Phase.SP and admit:
-            for rid in admit:
-                self._check_sp(rid)
-        elif phase is Phase.P:
-            assert admit <= slot.waited | self.started, "P takes what waited when the slot opened"
-        elif admit:
-            raise AssertionError(f"{phase} admits {admit}")
-        if phase in {Phase.P, Phase.SP} and not (admit and admit <= self.batch):  # a batch is chosen once
-            self._check_order(phase, admit)
-        self.batch = admit or frozenset()
-
-    def _check_order(self, phase: Phase, admit: frozenset[str]) -> None:
-        """Nobody is let in before a more urgent one that may enter, too: neither of a lower priority nor of a later
-        deadline, if that one would have fitted alone. Those that ran before and the one that is owed a token go first.
-        """
-        slot = self.slot
-        assert slot
-        pool = self._eligible() if phase is Phase.SP else {r for r in self.wait[slot.model] if r in slot.waited}
-        chosen = [r for r in admit if r not in self.started and r != self.core._state.slot.owed]
-        for out in pool - admit - self.started:
-            for rid in chosen:
-                assert self._urgency(rid)[0] >= self._urgency(out)[0], f"{rid} before {out}"
-        best = max(pool - self.started, key=self._urgency, default=None)
-        if chosen and best is not None and best not in admit and not self.chunk:
-            must = frozenset(admit) - set(chosen)
-            assert not self._fits(must | {best}), f"{best} was passed by"
-
-    def _urgency(self, rid: str) -> tuple[float, float, float]:
-        job = self.by_rid[rid]
-        overdue = (self.now - START) * 1000 - job.at_ms >= self.config.patience_ms
-        deadline = math.inf if job.deadline_ms is None or overdue else job.deadline_ms
-        return (math.inf if overdue else job.priority, -deadline, -self.place[rid])
-
-    def _check_sp(self, rid: str) -> None:
-        slot, job = self.slot, self.by_rid[rid]
-        assert slot
-        assert self.config.ablation.sp
-        if rid in self.started:
-            return
-        assert job.back, "new sessions never enter through SP"
-        assert rid not in slot.waited or rid in slot.left_p
-        assert self._cached(rid) > 0 or rid in slot.waited
-
     def _drop(self, rid: str, reason: str) -> None:
         model = self.by_rid[rid].model
-        self._end(model)
         for where in (self.wait[model], self.run[model]):
             if rid in where:
                 where.remove(rid)
+        self.half.pop(rid, None)
         self.done[rid] = reason
-
-    def _over(self, over: SlotOver) -> None:
-        slot = self.slot
-        assert slot
-        assert over.model == slot.model == self.core.active
-        assert slot.others_since is not None, "a slot ended though nobody waited"
-        assert over.retracted == len(self.run[over.model])
-        if over.reason != "budget":
-            assert not over.retracted
-        else:
-            assert slot.decoded >= over.protected, "protected decode was cut short"
-            if not self.config.suspends and not slot.ended:
-                assert slot.decoded_ms + 1e-3 >= slot.prefill_ms, "prefill was thrown away unearned"
-        if "ttft" not in over.infeasible:
-            assert over.round_planned_ms <= self.config.round_limit_ms + 1e-3
-        assert over.wall_ms == over.active_ms + over.switch_ms
-        assert over.active_ms <= (self.now - slot.opened) * 1000 + 1e-3
-        assert over.sp_admitted <= over.admitted
-        assert over.sp_deferred <= over.deferred
-        assert over.prefills + over.decodes or over.linger_ms or slot.ended, "a slot did nothing"
-        if over.reason == "budget" and not self.chunk:
-            self._check_length(over)
-        self.overs.append(over)
-
-    def _check_length(self, over: SlotOver) -> None:
-        """A slot in a round is as long as planned, but for what it owes, what it must earn, and two steps."""
-        slot = self.slot
-        assert slot
-        assert slot.others_since is not None
-        lasted = (self.now - max(slot.opened, slot.others_since)) * 1000
-        limit = over.planned_ms + max(over.protected * DECODE_MS, slot.prefill_ms) + slot.owed_ms + 2 * slot.longest_ms
-        assert lasted <= limit + _EPS, f"{lasted} ms of at most {limit}"
+        self.rules.ended(rid)
 
     def _switch(self, model: str) -> None:
         outgoing = self.core.active
         assert model != outgoing
-        assert self._has_work(model)
+        assert self.has_work(model)
+        kept = lost = 0
         if outgoing:
-            self.wait[outgoing][:0] = self.run[outgoing]
-            for rid in self.wait[outgoing]:
-                job = self.by_rid[rid]
-                self.todo_tokens[rid] = job.prompt + job.tokens - self.left[rid]
-            self.run[outgoing] = []
+            running = self.run[outgoing]
+            kept, lost = (len(running), 0) if self.keeps else (0, len(running))
+            if not self.keeps:
+                self.wait[outgoing][:0] = running
+                self.run[outgoing] = []
+        self.half.clear()
         for other, seen in self.passed_over.items():
             if other != model:
                 seen.append(model)
@@ -322,62 +231,82 @@ class Toy:
         self.now += self.switch_ms / 1000
         self.switches.append(model)
         self.opened.append(((self.now - START) * 1000, model))
-        self.core.handle(self.now, Switched(model, self.switch_ms))
-        self.slot = Slot(model, self.now, len(self.switches), waited=set(self.wait[model]))
+        left = list(self.wait[outgoing]) if outgoing else []
+        self.core.handle(self.now, Switched(model, self.switch_ms, left, kept, lost))
+        self.slot = Slot(model, self.now, len(self.switches))
+        self.rules.switched()
         self._others()
-        self._contest()
 
     # --- the executor
 
     def _step(self, model: str, admit: frozenset[str] | None) -> None:
-        slot = self.slot
-        assert slot
-        batch = [r for r in self.wait[model] if admit is None or r in admit]
-        if self.oracle and self.core.plan is not None:
-            self._compare(frozenset(batch))
+        phase = self.core.phase
+        batch = self._taken(model, [r for r in self.wait[model] if admit is None or r in admit])
         tokens: list[StepTokens] = []
-        kind, fresh = "idle", 0
+        kind, fresh, took, ready = "idle", 0, 0, list[str]()
         if batch:
-            kind, ready = "prefill", []
+            kind = "prefill"
             for rid in batch:
-                take = min(self.todo_tokens[rid], self.chunk - fresh if self.chunk else self.todo_tokens[rid])
-                self.todo_tokens[rid] -= take
+                todo = self.half.get(rid, self._fresh(rid))
+                take = min(todo, self.chunk - fresh if self.chunk else todo)
                 fresh += take
-                if self.todo_tokens[rid] == 0:
+                if take == todo:
+                    self.half.pop(rid, None)
                     ready.append(rid)
+                else:
+                    self.half[rid] = todo - take
                 if self.chunk and fresh >= self.chunk:
                     break
             took = fresh
             self.wait[model] = [r for r in self.wait[model] if r not in ready]
             self.run[model] += ready
-            self.started |= set(ready)
             self.now += took / 1000
             tokens = self._emit(ready)
-            slot.prefill_ms += took
-            slot.owed_ms = slot.owed_ms or took
-            slot.since_prefill = 0
         elif self.run[model]:
+            self._find_rows(model)
             took, kind = DECODE_MS, "decode"
             self.now += took / 1000
             tokens = self._emit(self.run[model])
-            slot.decoded += 1
-            slot.decoded_ms += took
-            slot.since_prefill += 1
-        else:
-            took = 0
-        slot.longest_ms = max(slot.longest_ms, took)
+            self.in_vain += bool(admit)
+        self.rules.stepped(phase, admit or frozenset(), kind, took, ready)
+        self.started |= set(ready)
         result = StepResult(kind=kind, tokens=tokens, prefilled_tokens=fresh, wall_ms=took)  # type: ignore[arg-type]
         assert self.core.handle(self.now, Stepped(model, result, list(self.wait[model]))) == []
         for t in tokens:
             if t.finished:
                 self.run[model].remove(t.rid)
                 self.done[t.rid] = t.finished
-                self._end(model)
+                self.rules.ended(t.rid)
         self._others()
 
-    def _end(self, model: str) -> None:
-        if self.slot and self.slot.model == model:
-            self.slot.ended += 1
+    def _taken(self, model: str, asked: list[str]) -> list[str]:
+        """What of a batch there is room for, in order; nobody gets by one for whom there is none."""
+        taken: list[str] = []
+        for rid in asked:
+            running = [*self.run[model], *taken]
+            if running and self.places and len(running) >= self.places:
+                break
+            need = self.length(rid) + self.left[rid]
+            used = sum(self.length(r) + (self.left[r] if self.cautious else 0) for r in running)
+            if running and self.rows and used + need > self.rows:
+                break
+            taken.append(rid)
+        return taken
+
+    def _find_rows(self, model: str) -> None:
+        """One more row for each that runs."""
+        run = self.run[model]
+        while self.rows and len(run) > 1 and sum(self.length(r) + 1 for r in run) > self.rows:
+            self.wait[model].insert(0, run.pop())
+            self.put_back += 1
+            self.rules.put_back(self.wait[model][0])
+
+    def length(self, rid: str) -> int:
+        """Rows that a call takes when it runs."""
+        return self.by_rid[rid].prompt + self.generated(rid)
+
+    def _fresh(self, rid: str) -> int:
+        return max(1, self.length(rid) - sum(self.prefix(rid)))
 
     def _emit(self, rids: list[str]) -> list[StepTokens]:
         out = []
@@ -388,64 +317,3 @@ class Toy:
             self.left[rid] -= 1
             out.append(StepTokens(rid=rid, token_ids=[0], finished="" if self.left[rid] else "length"))
         return out
-
-    # --- the rules by enumeration
-
-    def _compare(self, batch: frozenset[str]) -> None:
-        """The batch is one that the rules allow, and there is none only if they allow none."""
-        phase, slot = self.core.phase, self.slot
-        assert slot
-        if phase is Phase.P:
-            pool = {r for r in self.wait[slot.model] if r in slot.waited or r in self.started}
-            assert batch in self._allowed_in_p(pool), f"P: {batch} of {pool}"
-            slot.left_p |= pool - batch
-        elif phase is Phase.SP:
-            assert slot.since_prefill or not self.run[slot.model], "SP only at a decode boundary"
-            assert batch in self._maximal(self._eligible()) - {frozenset()}
-            self.sps.append(batch)
-        elif phase in {Phase.D1, Phase.D} and (slot.since_prefill or not self.run[slot.model]):
-            assert self._maximal(self._eligible()) == {frozenset()}, "an SP was passed by"
-
-    def _eligible(self) -> set[str]:
-        slot = self.slot
-        assert slot
-        if not self.config.ablation.sp:
-            return set()
-        return {
-            rid
-            for rid in self.wait[slot.model]
-            if rid in self.started
-            or (self.by_rid[rid].back and self._cached(rid) > 0 and (rid not in slot.waited or rid in slot.left_p))
-        }
-
-    def _maximal(self, pool: set[str]) -> set[frozenset[str]]:
-        """All batches of `pool` that fit and to which nothing could be added."""
-        fitting = {s for s in _subsets(pool) if not s or self._fits(s)}
-        return {s for s in fitting if not any(s < t for t in fitting)}
-
-    def _allowed_in_p(self, pool: set[str]) -> set[frozenset[str]]:
-        """All that ran before come back whatever it costs, or else one that is owed a token; more only as it fits."""
-        must = frozenset(pool & self.started)
-        return {s for s in _subsets(pool) if s == must or (must <= s and (self._fits(s) or len(s) == 1))}
-
-    def _fits(self, batch: frozenset[str]) -> bool:
-        slot, core = self.slot, self.core
-        assert slot
-        assert core.plan is not None
-        plan = core.plan.slots[slot.model]
-        assert core._state.slot
-        end = core._state.slot.end
-        cost = core.estimates.prefill_ms(slot.model, sum(max(1, self._todo(r)) for r in batch))
-        decode_ms = core.estimates.decode_ms(slot.model)
-        protected = max(0, plan.decodes - core._state.slot.decoded) * decode_ms
-        if not (self.config.suspends and self.config.ablation.hkvr):
-            protected = max(protected, core._state.slot.lost_ms + cost)
-        return (end - self.now) * 1000 - cost - protected >= -_EPS
-
-    def _todo(self, rid: str) -> int:
-        job = self.by_rid[rid]
-        return job.prompt + job.tokens - self.left[rid] - self._cached(rid)
-
-
-def _subsets(pool: set[str]) -> list[frozenset[str]]:
-    return [frozenset(c) for n in range(len(pool) + 1) for c in itertools.combinations(sorted(pool), n)]
