@@ -5,6 +5,7 @@
     agreement   what all ranks have, and what has completed on all of them
     gloo        how the ranks' processes do that (needs torch)
     slabs       one pool of bytes for blocks of all models and families
+    block       one of them, and what is counted
     registry    which blocks are there, who holds them, which go first
     states      recurrent states in the registry: each of one exact prefix
     transfer    rows on the device <-> blocks in host memory (needs torch)

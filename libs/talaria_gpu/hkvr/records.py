@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from talaria_gpu.hkvr.registry import Block, Counts
+from talaria_gpu.hkvr.block import Block, Counts
 from talaria_gpu.hkvr.transfer import DeviceKv, Piece
 from talaria_gpu.streams import Transfer
 

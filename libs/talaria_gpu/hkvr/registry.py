@@ -16,58 +16,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
+from talaria_gpu.hkvr.block import Block, Counts
 from talaria_gpu.hkvr.descriptor import KvDescriptor
 from talaria_gpu.hkvr.slabs import Cell, Move, SlabPool
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """One block of one prefix."""
-
-    key: bytes
-    descriptor: KvDescriptor
-    parent: Block | None
-    depth: int
-    """Blocks before it."""
-    cell: Cell
-    tokens: int
-    """That it holds: a hybrid's last block may hold fewer than the descriptor's; a part of a state holds none."""
-    state: Literal["copying", "host", "gone"] = "copying"
-    pins: int = 1
-    refs: int = 0
-    hits: int = 0
-    priority: float = 0.0
-    checksum: int = 0
-    children: set[bytes] = field(default_factory=set)
-    stamp: int = 0
-    """Of its newest entry in the eviction queue."""
-
-    @property
-    def end_tokens(self) -> int:
-        """Length of the prefix that ends with it; meaningless for parts of states."""
-        return self.depth * self.descriptor.block_tokens + self.tokens
-
-
-@dataclass(slots=True)
-class Counts:
-    """Since the start, in blocks unless they say otherwise."""
-
-    saved: int = 0
-    restored: int = 0
-    restored_tokens: int = 0
-    evicted: int = 0
-    refused: int = 0
-    """Not saved: the pool was full of what must not go."""
-    corrupt: int = 0
-    """Restores that were cut short: a checksum differed, and what follows was dropped."""
-    disagreed: int = 0
-    """Prefixes that were cut short: not all ranks had the same, and what follows was dropped."""
-    failed: int = 0
-    """Dropped, or not restored: the copy did not complete."""
-    moved: int = 0
 
 
 class Registry:
@@ -98,6 +50,9 @@ class Registry:
         self._pinned: dict[int, Block] = {}
         """Blocks with a pin, by `id`: few, whatever the registry holds."""
         self._queue: list[tuple[bool, float, int, Block]] = []
+        """A heap. Entries whose stamp is not their block's are void."""
+        self._queued = 0
+        """Entries that are not."""
         self._stamp = 0
         self._age = 0.0
         self._tokens: dict[str, int] = {}
@@ -156,6 +111,7 @@ class Registry:
             if parent.state == "gone":
                 raise ValueError("a block cannot follow one that is gone")
             parent.children.add(key)  # before making room: it is no leaf any more
+            self._withdraw(parent)
         cell = self._room(descriptor.block_bytes)
         if cell is None:
             if parent is not None:
@@ -186,6 +142,7 @@ class Registry:
         for block in blocks:
             block.pins += 1
             self._pinned[id(block)] = block
+            self._withdraw(block)
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """A transfer is over."""
@@ -314,7 +271,7 @@ class Registry:
     def _evict(self) -> bool:
         while self._queue:
             _, priority, stamp, block = heapq.heappop(self._queue)
-            if stamp != block.stamp or not self._is_leaf(block):
+            if stamp != block.stamp:
                 continue
             self._age = max(self._age, priority)
             if block.parent is not None:
@@ -354,18 +311,28 @@ class Registry:
         )
 
     def _offer(self, block: Block) -> None:
-        """Put a leaf into the queue as it stands now; older entries of it are void."""
+        """Put a leaf into the queue as it stands now."""
+        self._withdraw(block)
+        if not self._is_leaf(block):
+            return
         self._stamp += 1
         block.stamp = self._stamp
-        if self._is_leaf(block):
-            priority = block.priority if block.descriptor.complete else 0.0  # nothing ends here any more
-            heapq.heappush(self._queue, (block.refs > 0, priority, block.stamp, block))
-            if len(self._queue) > 64 + 4 * len(self._blocks):
-                self._queue = [entry for entry in self._queue if entry[2] == entry[3].stamp]
-                heapq.heapify(self._queue)
+        self._queued += 1
+        priority = block.priority if block.descriptor.complete else 0.0  # nothing ends here any more
+        heapq.heappush(self._queue, (block.refs > 0, priority, block.stamp, block))
+        if len(self._queue) > 64 + 2 * self._queued:  # so that finding a leaf costs its logarithm, whatever is void
+            self._queue = [entry for entry in self._queue if entry[2] == entry[3].stamp]
+            heapq.heapify(self._queue)
+
+    def _withdraw(self, block: Block) -> None:
+        """Its entry in the queue is void."""
+        if block.stamp:
+            block.stamp = 0
+            self._queued -= 1
 
     def _forget(self, block: Block) -> None:
         del self._blocks[block.key]
+        self._withdraw(block)
         if block.state == "host":
             self._tokens[block.descriptor.model] -= block.tokens
         block.state, block.parent = "gone", None
@@ -394,9 +361,10 @@ class Registry:
         held = sum(b.cell.size for b in self._by_cell.values()) + sum(c.size for c in self._private)
         if held != self._pool.taken_bytes:
             return f"{self._pool.taken_bytes} B are taken, {held} B held"
-        queued = {id(e[3]) for e in self._queue if e[2] == e[3].stamp}
-        if any(self._is_leaf(b) and id(b) not in queued for b in self._blocks.values()):
-            return "a leaf can never be evicted"
+        queued = [id(e[3]) for e in self._queue if e[2] == e[3].stamp]
+        leaves = sorted(id(b) for b in self._blocks.values() if self._is_leaf(b))
+        if sorted(queued) != leaves or len(queued) != self._queued:
+            return f"{len(leaves)} leaves can go, {len(queued)} are queued for it, {self._queued} were counted"
         return self._pool.check()
 
     def _wrong(self, block: Block) -> str:

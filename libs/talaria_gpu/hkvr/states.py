@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
+from talaria_gpu.hkvr.block import Block
 from talaria_gpu.hkvr.descriptor import KvDescriptor
 from talaria_gpu.hkvr.keys import KEY_BYTES, BlockKeys
-from talaria_gpu.hkvr.registry import Block, Registry
+from talaria_gpu.hkvr.registry import Registry
 
 
 class Found(NamedTuple):

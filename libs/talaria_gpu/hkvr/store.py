@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from talaria_gpu.hkvr.agreement import Alone, Ranks, agree_on
+from talaria_gpu.hkvr.block import Block
 from talaria_gpu.hkvr.moves import Batch, Moves
 from talaria_gpu.hkvr.records import Parked, Restore, Save, Snapshot, Stats
-from talaria_gpu.hkvr.registry import Block, Registry
+from talaria_gpu.hkvr.registry import Registry
 from talaria_gpu.hkvr.slabs import Cell, Move, SlabPool
 from talaria_gpu.hkvr.states import Found, state_keys
 from talaria_gpu.hkvr.transfer import DeviceKv, Piece

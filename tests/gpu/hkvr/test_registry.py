@@ -193,3 +193,21 @@ def test_a_descriptor_says_what_cannot_be():
     with pytest.raises(ValueError, match="segments"):
         descriptor(rows=(1, 1, 1))
     assert descriptor(rows=(2, 4)).fragments() == [(0, 2), (32, 4)]
+
+
+def test_void_entries_of_the_eviction_queue_do_not_pile_up():
+    """What blocks leave there as they gain and lose children, pins and refs: finding a leaf must not wade through it."""
+    registry = Registry(SlabPool(2000, 4), lambda _: None)
+    d = descriptor("tiny", "mla", (1,))
+    d = KvDescriptor(**{**{n: getattr(d, n) for n in d.__slots__}, "page_tokens": 1, "block_tokens": 1})
+    for prompt in range(200):
+        blocks = chain(registry, [f"{prompt}/{n}" for n in range(32)], d)
+        registry.refer(blocks)
+        registry.touch(blocks)
+        registry.pin(blocks)
+        registry.unpin(blocks)
+        registry.unrefer(blocks)
+        leaves = sum(not block.children for block in registry._blocks.values())
+        assert len(registry._queue) <= 64 + 2 * leaves
+    assert registry.counts.evicted > 1000
+    assert registry.check() == ""

@@ -18,8 +18,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from talaria_gpu.hkvr.block import Block
 from talaria_gpu.hkvr.records import Parked, Restore
-from talaria_gpu.hkvr.registry import Block
 from talaria_gpu.hkvr.store import HostKv
 from talaria_gpu.staging.chunks import ChunkMap, State
 from talaria_gpu.staging.gather import gather

@@ -21,8 +21,8 @@ from talaria_gpu.engine.sglang.identity import Pools
 from talaria_gpu.engine.sglang.saving import Saver
 from talaria_gpu.engine.sglang.scheduler import SlotScheduler
 from talaria_gpu.hkvr.agreement import Ranks
+from talaria_gpu.hkvr.block import Block
 from talaria_gpu.hkvr.records import Restore
-from talaria_gpu.hkvr.registry import Block
 from talaria_gpu.hkvr.store import HostKv
 
 

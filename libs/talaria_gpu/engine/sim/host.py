@@ -14,9 +14,10 @@ from talaria_gpu.engine.sim.device import ModelSpec, Substrate
 from talaria_gpu.engine.sim.links import Link, Transfer
 from talaria_gpu.engine.sim.pool import Coming, SimCall, SimPool
 from talaria_gpu.engine.sim.prefix import Node
+from talaria_gpu.hkvr.block import Block
 from talaria_gpu.hkvr.descriptor import KvDescriptor
 from talaria_gpu.hkvr.keys import BlockKeys, identity_of
-from talaria_gpu.hkvr.registry import Block, Registry
+from talaria_gpu.hkvr.registry import Registry
 from talaria_gpu.hkvr.slabs import Cell, Move, SlabPool
 
 STREAM = "kv"
