@@ -7,7 +7,7 @@ import sys
 
 from bench.report import ROOT
 
-MODULES = ("mesh", "engine", "restore", "switch", "ablation", "router")
+MODULES = ("mesh", "engine", "restore", "switch", "ablation", "router", "simulate")
 
 
 def main() -> int:
