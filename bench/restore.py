@@ -9,9 +9,12 @@ on real SGLang. Bandwidth: `HostKv` moving the KV of the same geometry, beside o
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,14 @@ LENGTHS = {"512": 513, "2k": 2033, "8k": 8161}
 QUICK = ("512", "2k")
 MOVED_TOKENS, QUICK_MOVED_TOKENS = 8192, 2048
 BLOCK = 16
-BOOKS = (10_000, 160_000)
+SWEEP = {"90mib": 2048, "180mib": 4096, "360mib": 8192, "720mib": 16384}
+"""Tokens of which moves are timed, by their bytes: all beyond a processor's caches, which would flatter the small."""
+BOOKS = {"10k": 10_000, "40k": 40_000, "160k": 160_000, "640k": 640_000}
+"""Blocks in a registry."""
 CHAINS = 400
+POOLS = {"10k": 10_000, "100k": 100_000, "1m": 1_000_000}
+"""Pages of a KV pool."""
+ROUNDS = 50
 MIB = 1 << 20
 
 
@@ -42,18 +51,14 @@ def timed(run: Any) -> float:
 # --- bytes
 
 
-def bandwidths(device: str, tokens: int, runs: int) -> dict[str, Figure]:
-    """Moves of `tokens` of SmolLM2's KV: MB/s of each kind, and over that of a plain copy of as many bytes."""
+def geometry(device: str, tokens: int) -> tuple[Any, list[bytes]]:
+    """Room on the device for twice so many tokens of SmolLM2's KV, layer by layer as the engine's, and their names."""
     import torch
 
     from talaria_gpu.hkvr.descriptor import KvDescriptor
     from talaria_gpu.hkvr.keys import block_keys
-    from talaria_gpu.hkvr.states import Found
-    from talaria_gpu.hkvr.store import HostKv
     from talaria_gpu.hkvr.transfer import DeviceKv
-    from talaria_gpu.streams import CopyThread
 
-    where = torch.device(device)
     widths = (3 * 64 * 4,) * 60  # 30 layers of K and V, 3 heads of 64, float32
     spec = KvDescriptor(
         model="m",
@@ -64,16 +69,33 @@ def bandwidths(device: str, tokens: int, runs: int) -> dict[str, Figure]:
         block_tokens=BLOCK,
         row_bytes=widths,
     )
-    device_buffer = torch.ones(
-        2 * tokens * sum(widths), dtype=torch.uint8, device=where
-    )  # as the engine's: layer by layer
-    segments = tuple(device_buffer.view(len(widths), 2 * tokens, widths[0]))
-    kv, size = DeviceKv(spec, segments), tokens * spec.bytes_per_token
+    buffer = torch.ones(2 * tokens * sum(widths), dtype=torch.uint8, device=torch.device(device))
+    segments = tuple(buffer.view(len(widths), 2 * tokens, widths[0]))
+    return DeviceKv(spec, segments), block_keys(spec.identity, "", range(tokens), BLOCK)
+
+
+def torch_rows(tokens: int) -> Any:
+    """The first so many."""
+    import torch
+
+    return torch.arange(tokens)
+
+
+def bandwidths(device: str, tokens: int, runs: int) -> dict[str, Figure]:
+    """Moves of `tokens` of SmolLM2's KV: MB/s of each kind, and over that of a plain copy of as many bytes."""
+    import torch
+
+    from talaria_gpu.hkvr.states import Found
+    from talaria_gpu.hkvr.store import HostKv
+    from talaria_gpu.streams import CopyThread
+
+    kv, keys = geometry(device, tokens)
+    spec, where = kv.descriptor, kv.segments[0].device
+    size = tokens * spec.bytes_per_token
     host = torch.ones(size, dtype=torch.uint8, pin_memory=where.type == "cuda")
     there = torch.ones(size, dtype=torch.uint8, device=where)
-    keys = block_keys(spec.identity, "", range(tokens), BLOCK)
-    contiguous = torch.arange(tokens)
-    scattered = torch.arange(tokens).view(-1, BLOCK).mul(2).sub(torch.arange(BLOCK)).add(BLOCK).flatten()
+    contiguous = torch_rows(tokens)
+    scattered = contiguous.view(-1, BLOCK).mul(2).sub(torch.arange(BLOCK)).add(BLOCK).flatten()
 
     stream = CopyThread("plain", where)
 
@@ -118,7 +140,67 @@ def bandwidths(device: str, tokens: int, runs: int) -> dict[str, Figure]:
     return figures
 
 
-# --- books
+# --- growth
+
+
+def sweep(device: str, sizes: dict[str, int], runs: int) -> dict[str, Figure]:
+    """Saves and restores with checksums, and plain copies, by bytes moved: µs per MiB, largest over smallest.
+
+    1 where the cost is linear; below, where a part of it is the same for every move.
+    """
+    import torch
+
+    from talaria_gpu.hkvr.states import Found
+    from talaria_gpu.hkvr.store import HostKv
+
+    most = max(sizes.values())
+    kv, keys = geometry(device, most)
+    rows = torch_rows(most)
+    took: dict[str, dict[str, list[float]]] = {"copy": {}, "save": {}, "restore": {}}
+    host = torch.ones(most * kv.descriptor.bytes_per_token, dtype=torch.uint8)
+    there = kv.segments[0].new_ones(len(host))
+    store = HostKv(most * kv.descriptor.bytes_per_token + 64 * MIB, kv.segments[0].device)
+
+    def save(tokens: int) -> None:
+        store.save(kv, keys[: tokens // BLOCK], rows[:tokens], lambda: None)
+        store.drain()
+
+    def restore(tokens: int) -> None:
+        blocks = tuple(store.registry.match(keys[: tokens // BLOCK]))
+        if store.restored(store.restore(kv, Found(tokens, blocks), rows[:tokens], 0)) != tokens:
+            raise RuntimeError("not all came back")
+
+    save(most)  # the pool's pages have been touched now
+    for _ in range(runs):
+        for name, tokens in sizes.items():
+            copies, saves, restores = [], [], []
+            size = tokens * kv.descriptor.bytes_per_token
+            for _ in range(BEST_OF):
+                copies.append(timed(lambda size=size: there[:size].copy_(host[:size])))
+                store.registry.drop_model(kv.descriptor.identity)
+                saves.append(timed(lambda tokens=tokens: save(tokens)))
+                restores.append(timed(lambda tokens=tokens: restore(tokens)))
+            for what, times in (("copy", copies), ("save", saves), ("restore", restores)):
+                took[what].setdefault(name, []).append(min(times) * 1e6 / size * MIB)
+    store.close()
+    figures: dict[str, Figure] = {}
+    small, *_, large = sizes
+    for what, by_size in took.items():
+        figures |= {f"{what}_us_per_mib_{name}": figure(values, "us") for name, values in by_size.items()}
+        ratios = [b / a for a, b in zip(by_size[small], by_size[large], strict=True)]
+        figures[f"{what}_us_per_mib_{large}_over_{small}"] = figure(ratios, "x")
+    return figures
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Without the cyclic collector, whose own cost grows with all that lives: an engine's is frozen after the start."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def books(runs: int) -> dict[str, Figure]:
@@ -130,9 +212,9 @@ def books(runs: int) -> dict[str, Figure]:
     spec = KvDescriptor(
         model="m", identity=b"m" * 16, family="mla", dtype="f", page_tokens=1, block_tokens=1, row_bytes=(1,)
     )
-    took: dict[int, list[float]] = {size: [] for size in BOOKS}
+    took: dict[str, list[float]] = {name: [] for name in BOOKS}
     for run in range(runs):
-        for size in BOOKS:
+        for name, size in BOOKS.items():
             registry = Registry(SlabPool(size, 8), lambda _: None)
             serial = 0
 
@@ -146,19 +228,73 @@ def books(runs: int) -> dict[str, Figure]:
                 pick = random.Random(serial + run).randrange(max(1, serial - size), serial + 1)
                 registry.touch(registry.match([pick.to_bytes(16, "little")]))
 
-            while serial < size:
-                one()
-            began = time.process_time()
-            for _ in range(CHAINS):
-                one()
-            took[size].append((time.process_time() - began) / CHAINS / 16 * 1e6)
-    small, large = (took[size] for size in BOOKS)
-    return {
-        "registry_block_us_10k": figure(small, "us"),
-        "registry_block_us_160k": figure(large, "us"),
-        "registry_block_160k_over_10k": figure([b / a for a, b in zip(small, large, strict=True)], "x"),
-        "registry_blocks_per_s": figure([1e6 / value for value in large], "1/s"),
-    }
+            with undisturbed():
+                while serial < size + 16 * CHAINS:
+                    one()
+                took[name].append(min(processor_us(one, CHAINS) for _ in range(BEST_OF)) / 16)
+    small, *_, large = BOOKS
+    figures = {f"registry_block_us_{name}": figure(values, "us") for name, values in took.items()}
+    ratios = [b / a for a, b in zip(took[small], took[large], strict=True)]
+    figures[f"registry_block_{large}_over_{small}"] = figure(ratios, "x")
+    figures["registry_blocks_per_s"] = figure([1e6 / value for value in took["160k"]], "1/s")
+    return figures
+
+
+def free_list(runs: int) -> dict[str, Figure]:
+    """64 pages allocated and 64 freed in a pool half free in no order, by its pages: µs, and both per second.
+
+    A free list in one tensor, as SGLang's: freeing copies it. `append` is what that alone costs.
+    """
+    import torch
+
+    from talaria_gpu.staging.low_first import LowFirst
+
+    class Pages:
+        def __init__(self, pages: int) -> None:
+            self.free_pages, self.page_size = torch.arange(1, pages + 1), 1
+
+    class LowFirstPages(LowFirst, Pages):
+        def alloc(self, pages: int) -> Any:
+            self._ensure(pages)
+            taken, self.free_pages = self.free_pages[:pages], self.free_pages[pages:]
+            return taken
+
+        def free(self, pages: Any) -> None:
+            self._back(pages)
+
+    torch.set_num_threads(1)  # as one engine's share of a busy machine
+    took: dict[str, list[float]] = {}
+    for run in range(runs):
+        for name, size in POOLS.items():
+            allocator = LowFirstPages(size)
+            order = torch.randperm(size, generator=torch.Generator().manual_seed(run)) + 1
+            allocator.free_pages = torch.sort(order[: size // 2]).values
+            held = list(order[size // 2 :].split(64))[: ROUNDS + 1]
+
+            def one(allocator: Any = allocator, held: list[Any] = held) -> None:
+                held.append(allocator.alloc(64))
+                allocator.free(held.pop(0))
+
+            def append(allocator: Any = allocator) -> None:
+                torch.cat((allocator.free_pages, order[:64]))  # noqa: B023 - called at once
+
+            with undisturbed():
+                best = min(processor_us(one, ROUNDS) for _ in range(BEST_OF))
+                took.setdefault(f"allocator_us_{name}", []).append(best)
+                alone = min(processor_us(append, ROUNDS) for _ in range(BEST_OF))
+                took.setdefault(f"allocator_append_us_{name}", []).append(alone)
+    figures = {what: figure(values, "us") for what, values in took.items()}
+    for name in POOLS:
+        figures[f"allocator_per_s_{name}"] = figure([1e6 / value for value in took[f"allocator_us_{name}"]], "1/s")
+    return figures
+
+
+def processor_us(run: Callable[[], None], times: int) -> float:
+    """Of each of so many runs."""
+    began = time.process_time()
+    for _ in range(times):
+        run()
+    return (time.process_time() - began) / times * 1e6
 
 
 # --- the engine
@@ -252,7 +388,9 @@ def main() -> None:
 
     where = machine()
     figures = bandwidths(args.device, QUICK_MOVED_TOKENS if args.quick else MOVED_TOKENS, args.runs)
+    figures |= sweep(args.device, SWEEP, args.runs)
     figures |= books(args.runs)
+    figures |= free_list(args.runs)
     paths = {
         MODEL: args.model_path or prepare(MODEL, ModelSettings(source="smollm2")),
         OTHER: prepare(OTHER, ModelSettings(source="tiny-mla")),
