@@ -155,6 +155,15 @@ class TestColdStart:
         rig.view(rig.snapshot("a", (*rig.state.cluster.get("a").snapshot.models, model("new"))))
         assert self.profile(rig).switch_ms == 1500.0
 
+    def test_an_instance_that_nobody_has_tried_yet_is_judged_by_what_others_took(self):
+        """Else it would look worse than the one that is known, or better, for that alone, and be left, or swamped."""
+        big = model("big", weight_bytes=80 << 30, prefill_ms_per_token=0.4, switch_ms=4000.0, open_ms=90_000.0)
+        rig = self.rig(big)
+        fresh = model(state="host", weight_bytes=40 << 30, **self.unknown)
+        untried = model("big", "host", weight_bytes=80 << 30, **self.unknown)
+        rig.view(rig.snapshot("b", (fresh, untried)))
+        assert self.profile(rig, "b") == self.profile(rig)
+
     def test_with_nothing_measured_by_a_usual_bandwidth(self):
         got, smaller = self.profile(self.rig()), self.profile(self.rig(weight_bytes=4 << 30))
         assert got.switch_ms == pytest.approx((40 << 30) / 20e6)

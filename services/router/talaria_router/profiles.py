@@ -1,9 +1,10 @@
 """What things cost on this hardware: latency profiles per (instance, model), learnt; honest guesses until then (3.3).
 
 A value is taken, in this order, from the instance's own EWMA in its snapshot, from the router's EWMA over completions,
-from the same model on other instances, from what the instance measured of its other models, by the bytes of weights
-(its bandwidths; the least of those ratios, for what does not grow with the model makes small ones look slow), and from
-a default: for what moves weights a usual bandwidth, else the right order of magnitude for a small model.
+from the same model on other instances, from what was measured of other models by the bytes of weights (the least of
+those ratios, for what does not grow with the model makes small ones look slow): of the instance's own, its bandwidths,
+else of anybody's, for an instance that nobody has tried yet must not look better or worse for that alone; and from a
+default: for what moves weights a usual bandwidth, else the right order of magnitude for a small model.
 """
 
 from __future__ import annotations
@@ -66,6 +67,16 @@ class _PerModel:
         self.opens = Ewma()
         self.weight_bytes = 0
 
+    def mean(self, of: _Scaled) -> Ewma:
+        """Over all instances."""
+        means: dict[_Scaled, Ewma] = {
+            "prefill_ms_per_token": self.prefill,
+            "decode_step_ms": self.decode,
+            "switch_ms": self.switch,
+            "open_ms": self.opens,
+        }
+        return means[of]
+
 
 class Profile(NamedTuple):
     """Costs of one model on one instance, all known or guessed."""
@@ -89,10 +100,10 @@ class Profile(NamedTuple):
 _Scaled = Literal["prefill_ms_per_token", "decode_step_ms", "switch_ms", "open_ms"]
 
 
-def _scaled(beside: Iterable[ModelState], of: _Scaled, weight_bytes: int) -> float:
-    """What the instance would take, going by its models `beside`; 0: nothing was measured, or sizes are not known."""
+def _ratio(beside: Iterable[ModelState], of: _Scaled) -> float:
+    """The least that the instance's models took per byte of weights; 0: nothing was measured, or no size is known."""
     ratios = [getattr(m, of) / m.weight_bytes for m in beside if m.weight_bytes > 0 and getattr(m, of) > 0]
-    return weight_bytes * min(ratios, default=0.0)
+    return min(ratios, default=0.0)
 
 
 class Profiles:
@@ -139,7 +150,8 @@ class Profiles:
         weights = state.weight_bytes or model.weight_bytes
 
         def cost(measured: float, mean: Ewma, of: _Scaled, default: float) -> float:
-            return measured or mean.get(0.0) or _scaled(beside, of, weights) or default
+            known = measured or mean.get(0.0)
+            return known or weights * (_ratio(beside, of) or self._ratio_anywhere(of)) or default
 
         own = self._prefill.get((iid, state.name))
         prefill = state.prefill_ms_per_token or (own.get(0.0) if own else 0.0)
@@ -181,6 +193,10 @@ class Profiles:
         """The instance is gone."""
         for key in [k for k in self._prefill if k[0] == iid]:
             del self._prefill[key]
+
+    def _ratio_anywhere(self, of: _Scaled) -> float:
+        ratios = [m.mean(of).get(0.0) / m.weight_bytes for m in self._models.values() if m.weight_bytes > 0]
+        return min((r for r in ratios if r > 0), default=0.0)
 
     def _model(self, name: str) -> _PerModel:
         found = self._models.get(name)
