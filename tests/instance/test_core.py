@@ -591,6 +591,14 @@ def test_calls_that_will_miss_their_deadline_are_counted(rig, key):
     assert rig.snapshot.deadline_risk == 1
 
 
+def test_what_the_scheduler_foresees_is_in_the_snapshot(rig, key):
+    """It knows of queues, slots and T_TTFT, and so of more calls at risk than have too little time for themselves."""
+    rig.forward(key.rid, deadline_s=10)
+    rig.status(prefill_ms_per_token={"alpha": 1000.0}, at_risk=3, round_planned_ms=12_000.0, infeasible="ttft")
+    shot = rig.snapshot
+    assert (shot.deadline_risk, shot.round_planned_ms, shot.infeasible) == (3, 12_000.0, "ttft")
+
+
 def control(rig, verb, **kw):
     effects = rig.tell(m.Control("h", verb, ControlRequest(**kw)))
     (answer,) = (e.message for e in effects if isinstance(e, m.Answer))

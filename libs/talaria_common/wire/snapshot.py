@@ -72,8 +72,12 @@ class Snapshot(Wire, frozen=True, kw_only=True):
     models: tuple[ModelState, ...] = ()
     active_model: str | None = None
     round_remaining_ms: Float = 0.0
+    round_planned_ms: Float = 0.0
+    """R of the round in progress; 0: one model at most has work."""
+    infeasible: str = ""
+    """Targets that its plan gave up, comma-separated: ttft (Eq. 5), tpot (Eq. 4)."""
     deadline_risk: Int = 0
-    """Calls whose deadline will probably be missed."""
+    """Calls that will probably be late: for their deadline, or with their first token for T_TTFT."""
     buffer_bytes: Int = 0
     kv_occupancy: Float = 0.0
     """Used share of the active model's device KV, 0..1."""

@@ -63,7 +63,12 @@ def build(now: float, who: Identity, settings: InstanceSettings, engine: EngineS
         models=models,
         active_model=status.active if status else None,
         round_remaining_ms=status.slot_remaining_ms if status else 0.0,
-        deadline_risk=sum(_at_risk(now, call, engine) for call in calls),
+        round_planned_ms=status.round_planned_ms if status else 0.0,
+        infeasible=status.infeasible if status else "",
+        deadline_risk=max(
+            status.at_risk if status else 0,  # the scheduler's view: queues, slots and T_TTFT
+            sum(_at_risk(now, call, engine) for call in calls),
+        ),
         buffer_bytes=engine.buffer_bytes,
         kv_occupancy=(
             min(1.0, active.kv_used_tokens / active.kv_capacity_tokens) if active and active.kv_capacity_tokens else 0.0

@@ -22,6 +22,8 @@ _INSTANCE: tuple[tuple[str, str, Callable[[Instance, float], float]], ...] = (
     ("talaria_instance_buffer_bytes", "Its device buffer", lambda i, _: i.snapshot.buffer_bytes),
     ("talaria_instance_staging_free_bytes", "Room for staging", lambda i, _: i.snapshot.staging_free_bytes),
     ("talaria_instance_round_remaining_seconds", "Rest of the slot", lambda i, _: i.snapshot.round_remaining_ms / 1e3),
+    ("talaria_instance_round_planned_seconds", "The round", lambda i, _: i.snapshot.round_planned_ms / 1e3),
+    ("talaria_instance_round_infeasible", "1: its plan gave a target up", lambda i, _: bool(i.snapshot.infeasible)),
     ("talaria_instance_deadline_risk", "Calls that will probably be late", lambda i, _: i.snapshot.deadline_risk),
 )
 _INSTANCE_TOTALS: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
