@@ -53,6 +53,10 @@ def test_the_quick_parts_of_the_report(tmp_path: Path) -> None:
         assert png in text
 
 
+def test_ratios_to_a_published_zero_are_left_out(tmp_path: Path) -> None:
+    assert run_report(ReportOptions("paper", tmp_path, None, ["figure-10"], 1, 0)) == 0
+
+
 @pytest.mark.timeout(120)
 def test_capacity_and_catalogs_are_experiments(tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text(

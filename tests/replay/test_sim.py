@@ -25,6 +25,7 @@ from talaria_replay import workload
 from talaria_replay.generate import SHAPES, generate
 from talaria_replay.sim import profiles
 from talaria_replay.sim.device import ProfiledDevice, Times, kv_capacity_tokens, times
+from talaria_replay.sim.instance import SimInstance
 from talaria_replay.sim.laws import CallLaws, InstanceLaws, LawError
 from talaria_replay.sim.run import encode, simulate
 from talaria_replay.sim.scenario import Group, Scenario, ScenarioError
@@ -58,6 +59,19 @@ def test_the_same_input_gives_the_same_bytes(scenario: Scenario) -> None:
     first = encode(simulate(scenario, calls))
     assert encode(simulate(scenario, calls)) == first
     assert encode(simulate(msgspec.structs.replace(scenario, hop_ms=2.0), calls)) != first
+
+
+@pytest.mark.parametrize("ablation", ["talaria", "round-only"])
+def test_tokens_that_nobody_waits_for_are_held_back_and_nothing_else_changes(
+    monkeypatch: pytest.MonkeyPatch, ablation: str
+) -> None:
+    scenario = msgspec.structs.replace(TWO, ablation=ablation, stagger_s=0.1)
+    calls = trace_of(SMALL, 9, 3)
+    held = simulate(scenario, calls)
+    monkeypatch.setattr(SimInstance, "_step", lambda _self, _model, step: step)
+    told = simulate(scenario, calls)
+    assert told.summary.pop("events") > held.summary.pop("events")
+    assert encode(told) == encode(held)
 
 
 def test_hash_seeds_change_nothing() -> None:

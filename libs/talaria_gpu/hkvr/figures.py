@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 
 from talaria_gpu.engine.contract import HostKvFigures
 from talaria_gpu.hkvr.registry import Registry
@@ -17,5 +17,5 @@ def figures_of(registry: Registry, d2h_bytes: int = 0, h2d_bytes: int = 0) -> Ho
         blocks=len(registry),
         d2h_bytes=d2h_bytes,
         h2d_bytes=h2d_bytes,
-        **asdict(registry.counts),
+        **{f.name: getattr(registry.counts, f.name) for f in fields(registry.counts)},
     )

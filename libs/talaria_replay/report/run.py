@@ -151,7 +151,7 @@ class Runner:
                     out.add(what, result, e.metrics, published)
                     base = base or result
                     if configuration != first:
-                        own = e.paper.get(first, {})
+                        own = {n: value for n, value in e.paper.get(first, {}).items() if value}
                         out.compare(what, result, base, {n: published[n] / own[n] for n in published.keys() & own})
                     out.draw(what, result)
         out.notes.append(f"{len(calls)} calls of {len(trace.sessions(calls))} sessions; {self.source}")

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from talaria_common.settings import InstanceSettings
 from talaria_common.wire import ControlRequest, ForwardHead
+from talaria_gpu.engine.contract import StepResult, StepTokens, join_steps
 from talaria_gpu.engine.driver import SlotDriver
-from talaria_gpu.engine.ipc import Abort, Close, Command, Open, Ready, Report, SlotEnded, Stop, Submit, Switched
+from talaria_gpu.engine.ipc import (
+    Abort,
+    Close,
+    Command,
+    Open,
+    Ready,
+    Report,
+    SlotEnded,
+    Stepped,
+    Stop,
+    Submit,
+    Switched,
+)
 from talaria_gpu.engine.sim import SimEngine
 from talaria_gpu.sched.config import SlotConfig
+from talaria_gpu.text import Detokenizer
 from talaria_gpu.text.byte_tokenizer import ByteTokenizer
 from talaria_instance.core import InstanceCore
 from talaria_instance.messages import (
@@ -86,12 +102,14 @@ class SimInstance:
         self.driver = SlotDriver(
             self.engine, config, heap.clock, models=settings.models, stuck_s=math.inf, idle_check_s=IDLE_CHECK_S
         )
-        tokenizer = ByteTokenizer()
+        tokenizer = _Unread()
         self.core = InstanceCore(
             settings, "0", dict.fromkeys(settings.models, tokenizer), skew_s=SKEW_S, heartbeat_s=heartbeat_s
         )
         self.laws = InstanceLaws(self.iid, self.engine, heap.clock.now())
         self._generation = 0
+        self._held: dict[str, tuple[str, StepTokens] | None] = {}
+        """Calls past their first token, with their model and what they have had since, untold."""
         self._wake: Timer | None = None
 
     def start(self, offset_s: float) -> None:
@@ -115,7 +133,7 @@ class SimInstance:
         self._tell_core(Control(handle, verb, ControlRequest(model=model)))
 
     def _beat(self) -> None:
-        self._said(self.driver.status())
+        self._said(*self._flush(), self.driver.status())
         self._tell_core(Tick())
         self._heap.after(self._heartbeat_s, self._beat)
 
@@ -124,8 +142,8 @@ class SimInstance:
     def _tell_core(self, message: Message) -> None:
         self._carry(self.core.handle(self._clock.now(), message))
 
-    def _said(self, report: Report) -> None:
-        self._tell_core(EngineSaid(self._generation, (report,)))
+    def _said(self, *reports: Report) -> None:
+        self._tell_core(EngineSaid(self._generation, reports))
 
     def _carry(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -180,7 +198,16 @@ class SimInstance:
         self._pump()
 
     def _reports(self, reports: list[Report]) -> None:
+        told: list[Report] = []
         for report in reports:
+            if isinstance(report, Stepped):
+                steps = [t for step in report.result.tokens if (t := self._step(report.model, step)) is not None]
+                if steps:
+                    told.append(
+                        Stepped(model=report.model, result=msgspec.structs.replace(report.result, tokens=steps))
+                    )
+                continue
+            told += self._flush()
             if isinstance(report, SlotEnded):
                 at = self._clock.now()
                 self._slots.slot(self.iid, at - self._opened, report, self.laws.hbm_bytes / self.gpus / GIB)
@@ -189,4 +216,45 @@ class SimInstance:
                 for timing in report.timings:
                     self.laws.switch(timing)
                     self._slots.switch(self.iid, self._clock.now() - self._opened, timing)
-            self._said(report)
+            told.append(report)
+        if told:
+            self._said(*told)
+
+    def _step(self, model: str, step: StepTokens) -> StepTokens | None:
+        """What is told of it: an agent waits for its first token and for its last, and those between are held back."""
+        rid = step.rid
+        if rid not in self._held:
+            if step.token_ids and not step.finished:
+                self._held[rid] = None
+            return step
+        before = self._held[rid]
+        joined = step if before is None else join_steps(before[1], step)
+        assert joined is not None  # agents ask for no log probabilities
+        if step.finished:
+            del self._held[rid]
+            return joined
+        self._held[rid] = model, joined
+        return None
+
+    def _flush(self) -> list[Report]:
+        """All that is held: a snapshot may follow, and says how far each call has come."""
+        held = [entry for entry in self._held.values() if entry is not None]
+        self._held = dict.fromkeys(self._held)
+        return [Stepped(model=model, result=StepResult(kind="idle", tokens=[step])) for model, step in held]
+
+
+class _Unread(ByteTokenizer):
+    """An agent's answers are token ids: their text is not made."""
+
+    def detokenizer(self) -> Detokenizer:
+        return _Silence()
+
+
+class _Silence:
+    """For each piece of output, a letter."""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        return "x" if ids else ""
+
+    def flush(self) -> str:
+        return ""

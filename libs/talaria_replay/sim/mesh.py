@@ -254,8 +254,14 @@ class SimMesh:
         now = self._clock.now()
         self._peers.hear(now, iid, batch.epoch)
         for frame in batch.frames:
-            if frame.rid in self._calls:
-                self._edge(frame.rid, self._calls[frame.rid][1].handle(now, Arrived(iid, batch.epoch, frame)))
+            live = self._calls.get(frame.rid)
+            if live is None:
+                continue
+            request, call = live
+            if call.follows(iid, batch.epoch, frame):
+                request.on_frame(frame)
+            else:
+                self._edge(frame.rid, call.handle(now, Arrived(iid, batch.epoch, frame)))
 
     def _tell_telemetry(self, message: telemetry.Input) -> None:
         for effect in self.telemetry.handle(self._clock.now(), message):

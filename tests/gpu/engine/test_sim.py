@@ -10,7 +10,7 @@ from talaria_common.errors import EngineError
 from talaria_gpu.engine.contract import Sampling
 from talaria_gpu.engine.driver import SlotDriver
 from talaria_gpu.engine.ipc import Opened, Status, Stepped, Switched
-from talaria_gpu.engine.sim import SimEngine, expected_text, expected_tokens
+from talaria_gpu.engine.sim import SimEngine, expected_text, expected_tokens, pool
 from talaria_gpu.engine.sim.device import FlatDevice
 from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.text.byte_tokenizer import ByteTokenizer
@@ -83,6 +83,16 @@ def test_opening_takes_as_long_as_the_device_says_and_nobody_waits_meanwhile() -
     rig.submit(make_call("s", [1, 2, 3], model="b", new=1))
     rig.rest()
     assert {"r", "s"} <= set(rig.finished())
+
+
+def test_sessions_without_end_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_SESSIONS_MAX", 3)
+    rig = Rig(models=("a",), ttft_ms=0, decode_step_ms=0, kv_capacity_tokens=4096)
+    for n in [0, 1, 2, 0, 3]:
+        rig.submit(make_call(f"r{n}-{rig.turns}", [n] * 9, new=2, session=f"s{n}"))
+        rig.rest()
+    assert list(rig.engine._pools["a"]._sessions) == ["s2", "s0", "s3"]
+    assert rig.engine.load("a").cached_sessions == 3
 
 
 def test_tokens_are_letters_of_the_byte_tokenizer() -> None:

@@ -14,6 +14,8 @@ from talaria_gpu.engine.sim.tokens import logprob_at, pack_ids, seed_of, token_a
 
 DECODE_RESERVE_TOKENS = 512
 """Rows an admission leaves for the call's own decode; beyond it decode takes what there is, or retracts."""
+_SESSIONS_MAX = 10_000
+"""Sessions that are counted as cached: beyond it the oldest are forgotten, though the host may have their KV."""
 
 
 @dataclass(slots=True, eq=False)
@@ -324,7 +326,10 @@ class SimPool:
         """A call ended well: its pages stay cached, but for the last token, whose KV was never computed."""
         node, _ = self.cache.insert(call.call.salt, call.prefix(call.length - 1), now)
         if call.call.session:
+            self._sessions.pop(call.call.session, None)  # the latest stands last
             self._sessions[call.call.session] = node
+            if len(self._sessions) > _SESSIONS_MAX:
+                del self._sessions[next(iter(self._sessions))]
         self._release(call)
         return node
 
