@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 
 
@@ -56,6 +57,11 @@ class EventHeap:
     def after(self, delay_s: float, action: Callable[[], object]) -> Timer:
         """Run `action` so much later."""
         return self.at(self.clock.now() + delay_s, action)
+
+    @property
+    def head(self) -> float:
+        """When the next action is due, cancelled ones included; inf: there is none."""
+        return self._heap[0][0] if self._heap else math.inf
 
     def run(self, done: Callable[[], bool]) -> None:
         """Until `done()`, or nothing is left."""

@@ -191,10 +191,14 @@ class SimInstance:
     def _turn(self) -> None:
         self._wake = None
         now = self._clock.now()
-        self.engine.horizon, self.engine.most_steps = now + self.driver.boundary_ms / 1000, self.driver.boundary_steps
-        reports = self.driver.turn(now)
-        self.laws.after_turn()
-        self._reports(reports)
+        while True:
+            boundary_s, self.engine.most_steps = self.driver.boundary_ms / 1000, self.driver.boundary_steps
+            self.engine.horizon = now + boundary_s
+            reports = self.driver.turn(now)
+            self.laws.after_turn()
+            self._reports(reports)
+            if self.driver.next_wakeup() != 0 or self._heap.head <= now:
+                break  # else nobody else has anything to do before the next turn
         self._pump()
 
     def _reports(self, reports: list[Report]) -> None:
