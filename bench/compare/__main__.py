@@ -16,7 +16,6 @@ from bench.ablation.job import Job
 from bench.compare import check, device, figures, models, systems
 from bench.compare.loop import Outcome, Pace, replay, warm_up
 from bench.compare.workload import with_bodies
-from bench.gateway.processes import StartError
 from bench.report import Figure, figure, machine, write
 from talaria_gpu.text import HfTokenizer
 from talaria_replay.trace import Call
@@ -31,7 +30,7 @@ CHECKED = 4
 
 
 def measure(name: str, calls: Sequence[Call], pace: Pace, setup: systems.Setup, folder: Path) -> Outcome:
-    """Start the system, replay, stop it. Raises StartError, RuntimeError."""
+    """Start the system, replay, stop it. Raises RuntimeError, or a group of them."""
     began = time.monotonic()
     with systems.running(name, setup, folder) as system:
         ready = time.monotonic() - began
@@ -70,7 +69,7 @@ def answers_figures(runs: Sequence[figures.Run], calls: Sequence[Call], setup: s
 
 
 def main() -> int:
-    """Measure, print and write."""
+    """Measure, print and write. 1: a system did not start or failed a call, and is in no figure of that run."""
     parser = argparse.ArgumentParser(prog="bench.compare", description="Talaria beside systems that people run today.")
     parser.add_argument("trace", nargs="?", type=Path, help="default: $TALARIA_TRACES, else generated sessions")
     parser.add_argument(
@@ -116,6 +115,7 @@ def main() -> int:
         pace = Pace(how.time, sessions.starts(fitting, START_SPREAD_S * how.time), args.concurrent)
         runs: list[dict[str, Outcome]] = []
         first: list[Call] = []
+        whole = True
         for number in range(args.runs):
             bodies = with_bodies(fitting, lambda m: len(tokenizer.encode_chat(m)), f"run {number}")  # type: ignore[arg-type]
             first = first or bodies
@@ -124,8 +124,10 @@ def main() -> int:
             for system in [*args.systems[turn:], *args.systems[:turn]]:
                 try:
                     run[system] = measure(system, bodies, pace, setup, folder / f"{number}-{system}")
-                except StartError as e:
-                    print(f"compare: {system} left out: {e}", flush=True)
+                except (RuntimeError, ExceptionGroup) as e:
+                    whole = False
+                    causes = e.exceptions if isinstance(e, ExceptionGroup) else [e]
+                    print(f"compare: {system} left out: {'; '.join(map(str, causes))}", flush=True)
             runs.append(run)
     found = figures.figures(runs) | answers_figures(runs, first, setup)
     found |= {
@@ -143,7 +145,7 @@ def main() -> int:
     for key, value in sorted(found.items()):
         print(f"compare: {key:46} {value['median']:>10} {value['unit']}")
     print(f"compare: {write('compare', len(runs), found, args.out, where=where)}")
-    return 0
+    return 0 if whole else 1
 
 
 if __name__ == "__main__":

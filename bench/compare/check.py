@@ -39,7 +39,9 @@ def unlike_reference(answers: Mapping[str, Sequence[str]], calls: Sequence[Call]
     for rid, said in answers.items():
         call = by_rid[rid]
         tokenizer = HfTokenizer(paths[call.model])
-        reference = references.setdefault(call.model, Reference(paths[call.model]))
+        if call.model not in references:
+            references[call.model] = Reference(paths[call.model])
+        reference = references[call.model]
 
         def two(ids: list[int], reference: Reference = reference) -> tuple[int, int, float]:
             best = reference.logits(ids)[-1].topk(2)

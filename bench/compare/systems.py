@@ -7,8 +7,9 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
@@ -28,6 +29,7 @@ HOLDS_STREAMS = frozenset({MUX, MUX_EMULATED})
 INSTANCE = "cold-0"
 TAU_S = 1.0
 READY_S = 600
+END_S = 20
 ENVIRONMENT = QUIET | {
     # Where Python keeps no compiled modules, each of a dozen processes would compile SGLang anew, for half a minute.
     "PYTHONDONTWRITEBYTECODE": "",
@@ -67,19 +69,30 @@ def running(name: str, setup: Setup, directory: Path) -> Iterator[Running]:
         try:
             yield Running(starts[name](name, setup, processes), processes)
         finally:
-            below = [child for n in processes.names for child in _family(processes.tree(n))]
-            processes.stop(*reversed(processes.names))
-            for process in below:  # those in sessions of their own
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            below = [process for part in processes.names for process in _family(processes, part)]
+            if starts[name] is _talaria:
+                processes.stop(*reversed(processes.names))
+            _kill(below)  # SGLang's server takes ten seconds to end by itself, and some have a session of their own
 
 
-def _family(pids: list[int]) -> list[psutil.Process]:
+def _family(processes: Processes, part: str) -> list[psutil.Process]:
+    """A part's processes, as far as they are there still."""
     out = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            out.append(psutil.Process(pid))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        out += [psutil.Process(pid) for pid in processes.tree(part)]
     return out
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    """Kill them and wait until they have let go of what they held; a second or two."""
+    deadline = time.monotonic() + END_S
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+                time.sleep(0.02)
 
 
 def talaria_settings(name: str, setup: Setup, port: int) -> dict[str, Any]:
@@ -137,10 +150,15 @@ def _talaria(name: str, setup: Setup, processes: Processes) -> dict[str, str]:
     parts = {part: [sys.executable, "-m", f"talaria_{part}"] for part in ("telemetry", "router", "api")}
     parts[INSTANCE] = [sys.executable, "-m", "talaria_instance", "--id", INSTANCE]
     for part, args in parts.items():
-        processes.start(part, [*args, "--config", str(config)], ENVIRONMENT | {"TALARIA_BUS__URL": url})
+        processes.start(part, [*args, "--config", str(config)], _environment(directory, {"TALARIA_BUS__URL": url}))
     processes.wait_http(f"http://127.0.0.1:{port}/readyz", ["nats", *parts], READY_S)
     device.bind(processes.tree(INSTANCE)[1:], device.core())
     return dict.fromkeys(setup.paths, f"http://127.0.0.1:{port}")
+
+
+def _environment(directory: Path, more: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Of a system's processes; what they leave in temporary files goes with the system's directory."""
+    return ENVIRONMENT | {"TMPDIR": str(directory), device.CORE: str(device.core())} | dict(more)
 
 
 def _scripts(setup: Setup, directory: Path) -> dict[str, tuple[Path, int]]:
@@ -159,7 +177,7 @@ def _scripts(setup: Setup, directory: Path) -> dict[str, tuple[Path, int]]:
 def _plain(_name: str, setup: Setup, processes: Processes) -> dict[str, str]:
     scripts = _scripts(setup, processes.directory)
     for model, (file, _) in scripts.items():
-        processes.start(model, ["bash", str(file)], ENVIRONMENT | {device.CORE: str(device.core())})
+        processes.start(model, ["bash", str(file)], _environment(processes.directory))
     urls = {model: f"http://127.0.0.1:{port}" for model, (_, port) in scripts.items()}
     for model, url in urls.items():
         processes.wait_http(f"{url}/health", [model], READY_S)
@@ -171,9 +189,7 @@ def _mux(name: str, setup: Setup, processes: Processes) -> dict[str, str]:
     if why:
         raise StartError(f"sglangmux cannot be used: {why}")
     scripts, port = _scripts(setup, processes.directory), free_port()
-    env = ENVIRONMENT | {device.CORE: str(device.core())}
-    if name == MUX_EMULATED:
-        env[device.RELOAD_S] = str(setup.reload_s)
+    env = _environment(processes.directory, {device.RELOAD_S: str(setup.reload_s)} if name == MUX_EMULATED else {})
     files = [file for file, _ in scripts.values()]
     processes.start("mux", mux.command(port, processes.directory / "mux", files, PATIENCE_S), env)
     processes.wait_http(f"http://127.0.0.1:{port}/health", ["mux"], READY_S)

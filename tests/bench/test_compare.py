@@ -8,15 +8,17 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from bench.ablation.scale import Scale
 from bench.compare import check, device, figures, models, mux, systems
 from bench.compare.__main__ import chosen
 from bench.compare.loop import Outcome, Pace, replay, warm_up
 from bench.compare.workload import with_bodies
-from bench.gateway.processes import free_port
+from bench.gateway.processes import Processes, StartError, free_port
 from bench.gateway.worker import serve
 from bench.report import ROOT
 
@@ -25,6 +27,7 @@ from talaria_replay.measure import CallRecord
 from talaria_replay.trace import Call
 
 HOW = Scale(0.25, 0.4, 5.0, 1000.0, 30.0, 2e8, 3e8)
+SETUP = systems.Setup({"m": Path("/models/m"), "n": Path("/models/n")}, HOW, 0.4)
 
 
 def count(messages: list[dict[str, str]]) -> int:
@@ -185,20 +188,38 @@ def test_a_launch_script_names_model_and_port(tmp_path: Path) -> None:
     assert said[said.index("--model-switch-timeout-secs") + 1] == "900"
 
 
+def test_a_part_that_has_died_leaves_none_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also none in a session of its own, and the error is that of the start."""
+    child = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True); open('{tmp_path}/pid', 'w').write(str(p.pid)); p.wait()"
+
+    def start(_name: str, _setup: systems.Setup, processes: Processes) -> dict[str, str]:
+        processes.start("dies", [sys.executable, "-c", "raise SystemExit(3)"])
+        processes.start("lives", [sys.executable, "-c", child])
+        while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+            time.sleep(0.01)
+        processes.wait_http("http://127.0.0.1:9/", ["dies"], 20)
+        return {}
+
+    monkeypatch.setattr(systems, "_plain", start)
+    with pytest.raises(StartError, match="dies exited with 3"), systems.running("plain", SETUP, tmp_path / "x"):
+        pass
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 def test_reloads_are_read_from_a_log() -> None:
     assert device.reload_times("INFO\nbench: reload 0.5000\nbench: reload 1.2500\nbye") == [0.5, 1.25]
 
 
 def test_talaria_s_settings_are_the_ablation_s() -> None:
-    setup = systems.Setup({"m": Path("/models/m"), "n": Path("/models/n")}, HOW, 0.4)
-    ours = settings.parse(systems.talaria_settings("talaria", setup, 1234))
+    ours = settings.parse(systems.talaria_settings("talaria", SETUP, 1234))
     (instance,) = ours.instances
     assert (instance.pool, instance.scheduler, instance.models) == ("cold", "talaria", ("m", "n"))
     assert instance.slot_ms == pytest.approx(500)
     assert instance.emulate_weight_h2d_gbps == pytest.approx(0.2)
     assert ours.router.t_ttft_s == pytest.approx(2.5)
     assert ours.router.overload == "queue"
-    other = settings.parse(systems.talaria_settings("round_only", setup, 1234)).instances[0]
+    other = settings.parse(systems.talaria_settings("round_only", SETUP, 1234)).instances[0]
     assert other == instance.model_copy(update={"scheduler": "round-only"}), "nothing else differs"
 
 
@@ -211,12 +232,12 @@ def test_systems_are_chosen_by_name() -> None:
 @pytest.mark.soak
 @pytest.mark.mesh
 @pytest.mark.engine
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2500)
 def test_every_system_answers_the_same(tmp_path: Path) -> None:
     out = tmp_path / "compare.json"
     done = subprocess.run(
         [sys.executable, "-m", "bench.compare", "--quick", "--out", str(out)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=1400,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=2400,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(out.read_text())["figures"]
