@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from random import Random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from talaria_gpu.hkvr.agreement import Alone
+from talaria_gpu.hkvr.store import HostKv
 from talaria_gpu.models.reference import assert_greedy
+from tests.gpu.hkvr.fake_device import FakeDevice, FakeStates, descriptor
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 QWEN3, MLA = "tiny-qwen3-random", "tiny-mla-random"
@@ -316,3 +321,31 @@ def test_random_life_with_staging_and_canaries_in_a_small_pool(make_engine, driv
     counts = engine.host_kv_stats().counts
     assert counts.restored > 0
     assert counts.evicted > 0
+
+
+def test_what_another_rank_could_not_park_is_not_gone_on_with(monkeypatch):
+    """A rank that parked the rest alone would evict alone for it, and the registries would part."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from talaria_gpu.engine.sglang import environment
+
+        environment.prepare("cpu")
+        from talaria_gpu.engine.sglang import suspend
+        from talaria_gpu.engine.sglang.identity import Pools
+
+    kv = FakeDevice(descriptor("hybrid", complete=False))
+    states = FakeStates(kv.kv.descriptor)
+    store = HostKv(64 << 10, torch.device("cpu"))
+    parked, park = [], store.park
+    monkeypatch.setattr(store, "park", lambda *part: parked.append(part) or park(*part))
+    monkeypatch.setattr(suspend, "evict_all", lambda _: None)
+    answers = [1, 0]  # the other rank's: it has room, and then its first copy fails
+    ranks = SimpleNamespace(rank=0, size=2, least=lambda values: [min(*values, answers.pop(0))])
+    allocator = SimpleNamespace(page_size=2, get_all_free_pages=lambda: torch.arange(5, 32))
+    slots = SimpleNamespace(size=31, free_slots=torch.arange(3, 32))
+    it = suspend.Suspension(store, Pools(kv.kv, states.parts), None, allocator, slots=slots, ranks=ranks)
+    assert not it.suspend()
+    assert not it.active
+    assert (len(parked), answers) == (1, [])
+    assert store.stats().taken_bytes == 0
+    store.close()
