@@ -7,12 +7,14 @@ as a second one has work, time is shared out in rounds (`plan`): each model with
 
 - **P** prefills what waited when the slot opened, the most urgent first, as far as protected decode leaves room. Calls
   that ran before and lost their KV always come back in, for protected decode is theirs; without such, the first in line
-  does: a slot owes it a token, so every call is answered at last.
+  does: a slot owes it a token, so every call is answered at last. While an overdue one finds no room on the device, P
+  stays open for it and nobody else gets in, so that what runs makes room as it ends.
 - **SP**, at decode boundaries only, lets in calls that return while the slot is open (`admission`).
 - **Dfin** begins when nothing more fits beside protected decode, and admits nothing. The slot ends when d_m iterations
   have run, all told, or nothing runs any more. Where a switch keeps no KV, it also waits until decode has run for as
   long as the prefill that would be lost: on a slow device, slots would otherwise do little but prefill the same calls.
-- A batch of P or SP is chosen by prediction and, once begun, finished: half a prompt is of no use to anybody.
+- A batch of P or SP is chosen by prediction and, once begun, finished: half a prompt is of no use to anybody. One that
+  the engine has no room for is given up when the slot's time is over.
 - A slot ends early when there is nothing left for it to do; after a model's last call it lingers for the next return
   if switching away and back would take longer (`returns`).
 

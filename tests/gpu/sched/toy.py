@@ -1,7 +1,7 @@
 """A toy executor in virtual time that runs the round scheduler's orders and has the rules checked at every turn.
 
-One prompt token takes 1 ms to prefill, one decode step 10 ms. What the scheduler's choices are checked against is worked
-out in `rules`, from the jobs' facts.
+One prompt token takes 1 ms to prefill, one decode step 10 ms. What the scheduler's choices are checked against is
+worked out in `books` and `rules`, from the jobs' facts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from talaria_gpu.sched.messages import (
     Turn,
 )
 from talaria_gpu.sched.slots import SlotScheduler
-from tests.gpu.sched.rules import DECODE_MS, START, Rules, Slot
+from tests.gpu.sched.books import DECODE_MS, START, Slot
+from tests.gpu.sched.rules import Rules
 
 
 @dataclass
