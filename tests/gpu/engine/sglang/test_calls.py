@@ -305,9 +305,10 @@ def test_load_counts(engine, driver, model, new_prompt):
     driver.step()
     load = engine.load(model)
     assert (load.waiting, load.running, load.waiting_tokens) == (0, 1, 0)
-    assert load.kv_used_tokens >= 30
+    assert load.kv_used_tokens >= load.kv_held_tokens >= 30
     driver.drain(model)
     load = engine.load(model)
+    assert load.kv_held_tokens == 0 < load.kv_used_tokens, "its prefix can be evicted"
     assert (load.running, load.cached_sessions) == (0, 1)
     assert engine.switch(model).path == "none"
     assert engine.load(model).kv_epoch == load.kv_epoch
