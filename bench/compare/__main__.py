@@ -22,7 +22,7 @@ from talaria_replay.trace import Call
 
 PREFIX_TOKENS = 1024
 SESSIONS, QUICK_SESSIONS = 4, 1
-CALLS, QUICK_CALLS = 5, 2
+CALLS, QUICK_CALLS = 4, 2
 ROOM = 256
 """Tokens of the context that lengths may be off by: text is only about as long as asked for."""
 CHECKED = 4
