@@ -149,6 +149,7 @@ async def test_kill_9_of_the_router_and_of_telemetry(mesh: Any):
     assert all(back[s].fence.owner_rev > again[s].fence.owner_rev for s in sessions)
 
 
+@pytest.mark.soak  # tests/chaos/test_router_pair.py asks more of real parts
 async def test_two_routers_one_is_killed_under_load(mesh: Any):
     processes, api, instances = mesh
     await processes.start("telemetry", "telemetry-0")

@@ -31,7 +31,7 @@ def ranks(tmp_path):
     """Runs scenarios on two ranks; what each rank has to say to each, None where it is gone."""
     started, pipes = [], []
 
-    def together(scenarios):
+    def together(scenarios, listen=2):
         for rank in range(2):
             ours, theirs = CONTEXT.Pipe()
             arguments = (scenarios, rank, str(tmp_path / "meeting"), theirs)
@@ -39,7 +39,7 @@ def ranks(tmp_path):
             started[-1].start()
             theirs.close()
             pipes.append(ours)
-        return {scenario: [heard(pipe) for pipe in pipes] for scenario in scenarios}
+        return {scenario: [heard(pipe) for pipe in pipes[:listen]] for scenario in scenarios}
 
     def heard(pipe):
         try:
@@ -59,7 +59,7 @@ def test_what_one_rank_lacks_none_has(ranks):
 
 
 def test_a_rank_that_hangs_is_given_up(ranks):
-    assert ranks(["hangs"])["hangs"][0] == "lost"
+    assert ranks(["hangs"], listen=1) == {"hangs": ["lost"]}
 
 
 def test_one_rank_agrees_with_itself():

@@ -204,13 +204,13 @@ def refused_files(small, decoding, monkeypatch, tmp_path):
     """Opens the closed model from a changed copy of its files, and says why that was refused; then it is opened."""
     from talaria_gpu.engine.sglang import ModelSpec
 
-    known = small._specs[QWEN3].path
+    known = small._catalog._specs[QWEN3].path
     for file in known.iterdir():
         (tmp_path / file.name).symlink_to(file)
 
     def refusal() -> str:
         with monkeypatch.context() as patch:
-            patch.setitem(small._specs, QWEN3, ModelSpec(path=tmp_path, dtype="float32", context_tokens=512))
+            patch.setitem(small._catalog._specs, QWEN3, ModelSpec(path=tmp_path, dtype="float32", context_tokens=512))
             with pytest.raises(EngineError) as caught:
                 opened(small, QWEN3)
         decoding.drain(MLA)

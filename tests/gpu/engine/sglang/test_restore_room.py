@@ -92,12 +92,10 @@ def test_a_running_call_keeps_the_rows_of_its_next_token(engine, driver, referen
     exact(references, driver.outputs[running], driver.outputs[coming])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("chunks", "decoded"),
-    [
-        pytest.param(1, 430, id="no-rows-for-the-chunk"),
-        pytest.param(7, 440, id="no-rows-for-the-next-token", marks=pytest.mark.soak),
-    ],
+    [pytest.param(1, 430, id="no-rows-for-the-chunk"), pytest.param(7, 440, id="no-rows-for-the-next-token")],
 )
 def test_a_half_prefilled_prompt_waits_for_rows_that_were_promised_twice(  # noqa: PLR0917 - fixtures
     engine, driver, references, new_prompt, chunks, decoded

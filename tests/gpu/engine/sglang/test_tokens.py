@@ -33,6 +33,7 @@ def test_a_batch_of_calls_matches_the_reference(model, engine, driver, reference
         assert_greedy(references[model], out.prompt, out.ids)
 
 
+@pytest.mark.soak
 def test_interleaved_over_24_switches_with_poison(engine, driver, references, new_prompt):
     """Each slot decodes three tokens of calls that the switch then retracts; addresses are compared by the engine."""
     n = 16
