@@ -8,7 +8,7 @@ the emptiest slab move into gaps of their size.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 
@@ -101,8 +101,7 @@ class SlabPool:
         for size, free in self._free_cells.items():
             if free < self.cells_per_slab(size):
                 continue
-            gaps = self._gaps[size]
-            for slab in sorted(gaps.values(), key=lambda s: len(s.taken)):
+            for slab in self._emptiest_first(size):
                 if len(slab.taken) > free - len(slab.free):
                     break
                 cells = [Cell(slab.index * self.slab_bytes + inside * size, size) for inside in sorted(slab.taken)]
@@ -110,9 +109,14 @@ class SlabPool:
                     return self._empty(slab, cells)
         return []
 
+    def _emptiest_first(self, size: int) -> Iterator[_Slab]:
+        """The slabs of a size. Full ones last, and looked for only then: there may be many."""
+        yield from sorted(self._gaps[size].values(), key=lambda s: len(s.taken))
+        yield from [slab for slab in self._used.values() if slab.size == size and not slab.free]
+
     def _empty(self, slab: _Slab, cells: list[Cell]) -> list[Move]:
         gaps = self._gaps[slab.size]
-        del gaps[slab.index]
+        gaps.pop(slab.index, None)
         moves = [Move(cell, self._take_from(next(iter(gaps.values())))) for cell in cells]
         for cell in cells:
             self.give(cell)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from talaria_gpu.hkvr.descriptor import KvDescriptor
 from talaria_gpu.hkvr.registry import Registry
 from talaria_gpu.hkvr.slabs import SlabPool
+from tests.gpu.hkvr.fake_device import descriptor as small
 
 BLOCK = 64
 
@@ -211,3 +214,46 @@ def test_void_entries_of_the_eviction_queue_do_not_pile_up():
         assert len(registry._queue) <= 64 + 2 * leaves
     assert registry.counts.evicted > 1000
     assert registry.check() == ""
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 260, 679, 909, 919])
+def test_there_is_room_exactly_when_it_says_so(seed):
+    """Pins, private cells and cells of three sizes in any order; the last four need a full slab to be emptied into gaps."""
+    r = random.Random(seed)
+    specs = (
+        small("mha"), small("mla", "mla", (12, 12, 12)), small("wide", rows=(16, 48)),
+        small("hybrid", complete=False),
+    )  # fmt: skip
+    registry = Registry(SlabPool(2400, 300), lambda _: None)
+    blocks, copying, pinned, private = [], [], [], []
+    for number in range(120):
+        what = r.random()
+        if what < 0.45:
+            spec = r.choice(specs)
+            live = [b for b in blocks if b.state != "gone" and b.descriptor is spec]
+            parent = r.choice(live) if live and r.random() < 0.7 else None
+            block = registry.reserve(spec, number.to_bytes(4, "big"), parent)
+            if block is not None:
+                blocks.append(block)
+                if r.random() < 0.6:
+                    registry.commit(block, 0)
+                else:
+                    copying.append(block)
+        elif what < 0.5 and copying:
+            registry.commit(copying.pop(r.randrange(len(copying))), 0)
+        elif what < 0.6 and (live := [b for b in blocks if b.state == "host"]):
+            pinned.append(r.choice(live))
+            registry.pin(pinned[-1:])
+        elif what < 0.7 and pinned:
+            registry.unpin([pinned.pop(r.randrange(len(pinned)))])
+        elif what < 0.75 and (live := [b for b in blocks if b.state == "host"]):
+            registry.drop(r.choice(live))
+        elif what < 0.82 and private:
+            registry.give_private(private.pop(r.randrange(len(private))))
+        else:
+            size, count = r.choice(specs).block_bytes, r.randint(1, 4)
+            room = registry.has_room([(size, count)])
+            cells = registry.take_private(size, count)
+            assert (cells is not None) == room
+            private += [] if cells is None else [cells]
+        assert registry.check() == ""
