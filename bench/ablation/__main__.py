@@ -146,15 +146,10 @@ def main() -> int:
         )
         runs = measure(job, args.runs, args.minutes * 60, folder)
     found = figures.figures(runs) | tokens_figures(runs, fitting, paths)
-    found |= {
-        "scale_time": figure([how.time], "x"),
-        "scale_prompts": figure([how.prompts], "x"),
-        "scale_answers": figure([how.answers], "x"),
+    found |= how.figures() | {
         "median_prefix": figure([float(args.prefix)], "tokens"),
         "decode_step_ms": figure([how.decode_ms], "ms"),
         "recompute_median_prefix_ms": figure([how.recompute_ms], "ms"),
-        "emulated_weights_gb_per_s": figure([how.weights_bytes_per_s / 1e9], "GB/s"),
-        "emulated_kv_gb_per_s": figure([how.kv_bytes_per_s / 1e9], "GB/s"),
         "concurrent_sessions": figure([float(args.concurrent)], "sessions"),
         "calls": figure([float(len(fitting))], "calls"),
         "calls_beyond_context": figure([float(cut)], "calls"),

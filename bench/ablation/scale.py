@@ -11,6 +11,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from bench.ablation.job import Profile
+from bench.report import Figure, figure
 
 RECOMPUTE_S = 4.3
 """The paper's: prefill of the median prefix, 25K tokens."""
@@ -37,6 +38,16 @@ class Scale(NamedTuple):
     decode_ms: float
     weights_bytes_per_s: float
     kv_bytes_per_s: float
+
+    def figures(self) -> dict[str, Figure]:
+        """What a result says of them."""
+        return {
+            "scale_time": figure([self.time], "x"),
+            "scale_prompts": figure([self.prompts], "x"),
+            "scale_answers": figure([self.answers], "x"),
+            "emulated_weights_gb_per_s": figure([self.weights_bytes_per_s / 1e9], "GB/s"),
+            "emulated_kv_gb_per_s": figure([self.kv_bytes_per_s / 1e9], "GB/s"),
+        }
 
     def slots(self) -> dict[str, float]:
         """`SlotConfig`'s targets and budgets: the defaults, scaled."""

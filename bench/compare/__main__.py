@@ -130,14 +130,9 @@ def main() -> int:
                     print(f"compare: {system} left out: {'; '.join(map(str, causes))}", flush=True)
             runs.append(run)
     found = figures.figures(runs) | answers_figures(runs, first, setup)
-    found |= {
-        "scale_time": figure([how.time], "x"),
-        "scale_prompts": figure([how.prompts], "x"),
-        "scale_answers": figure([how.answers], "x"),
+    found |= how.figures() | {
         "median_prefix": figure([float(args.prefix)], "tokens"),
         "emulated_reload": figure([setup.reload_s], "s"),
-        "emulated_weights_gb_per_s": figure([how.weights_bytes_per_s / 1e9], "GB/s"),
-        "emulated_kv_gb_per_s": figure([how.kv_bytes_per_s / 1e9], "GB/s"),
         "concurrent_sessions": figure([float(args.concurrent)], "sessions"),
         "calls": figure([float(len(fitting))], "calls"),
         "calls_beyond_context": figure([float(cut)], "calls"),
