@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from bench.ablation import figures, models, scale, sessions
 from bench.ablation.check import Checker
 from bench.ablation.job import Answer, Job, Replay
 from bench.report import ROOT, Figure, figure, machine, write
-from talaria_gpu.sched.ablation import NAMES
+from talaria_gpu.sched.ablation import NAMES, Name
 from talaria_replay import trace
 from talaria_replay.trace import Call
 
@@ -36,6 +37,8 @@ CHECKED = 6
 """Calls per model that are compared with the reference whatever the configurations say."""
 CHECKED_DIFFERENT = 12
 CHILD_TIMEOUT_S = 900
+MAIN, SINGLE = "main", "single"
+"""The replays: of all models' sessions, and of those of one."""
 QUIET = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
 
@@ -59,8 +62,10 @@ def child(job: Job, folder: Path) -> Answer:
     return msgspec.json.decode(answer.read_bytes(), type=Answer)
 
 
-def measure(job: Job, runs: int, budget_s: float, folder: Path) -> list[dict[str, dict[str, Replay]]]:
-    """`runs` runs of every configuration, in another order each time; no run is begun that would outlast the budget."""
+def measure(
+    job: Job, names: Sequence[Name], runs: int, budget_s: float, folder: Path
+) -> list[dict[str, dict[str, Replay]]]:
+    """`runs` runs of `names`, in another order each time; no run is begun that would outlast the budget."""
     out: list[dict[str, dict[str, Replay]]] = []
     began = time.monotonic()
     for number in range(runs):
@@ -68,12 +73,12 @@ def measure(job: Job, runs: int, budget_s: float, folder: Path) -> list[dict[str
         if number and spent + spent / number > budget_s:
             print("ablation: time is over", flush=True)
             break
-        order = [*NAMES[number % len(NAMES) :], *NAMES[: number % len(NAMES)]]
+        order = [*names[number % len(names) :], *names[: number % len(names)]]
         run: dict[str, dict[str, Replay]] = {}
         for name in order:
             answer = child(msgspec.structs.replace(job, ablation=name), folder)
             run[name] = answer.replays
-            shown = figures.values(answer.replays["main"])
+            shown = figures.values(answer.replays[MAIN if MAIN in answer.replays else SINGLE])
             text = "  ".join(f"{k} {shown[k][0]:.3g}" for k in ("wall_s", "sct_p50_s", "sct_p95_s", "ttft_p50_s"))
             print(f"ablation: run {number + 1} {name:10} {text}", flush=True)
         out.append(run)
@@ -81,11 +86,11 @@ def measure(job: Job, runs: int, budget_s: float, folder: Path) -> list[dict[str
 
 
 def tokens_figures(
-    runs: list[dict[str, dict[str, Replay]]], calls: list[Call], paths: dict[str, Path]
+    runs: list[dict[str, dict[str, Replay]]], part: str, calls: list[Call], paths: dict[str, Path]
 ) -> dict[str, Figure]:
-    """Compare answers with each other and with the reference."""
+    """Compare the answers of one replay with each other and with the reference."""
     checker = Checker(trace.sessions(calls), paths)
-    said = {f"{i}/{name}": run[name]["main"].tokens for i, run in enumerate(runs) for name in run}
+    said = {f"{i}/{name}": run[name][part].tokens for i, run in enumerate(runs) for name in run}
     different = checker.different_calls(said)
     first = next(iter(said.values()))
     rng = random.Random(0)
@@ -102,12 +107,26 @@ def tokens_figures(
     }
 
 
+def of_one_model(calls: Sequence[Call], per_session: int) -> list[Call]:
+    """The first calls of the first model's sessions, told apart from the same ones of the other replay."""
+    return [
+        msgspec.structs.replace(c, session=f"single-{c.session}")
+        for c in calls
+        if c.model == models.NAMES[0] and c.call < per_session
+    ]
+
+
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="bench.ablation", description="The five configurations side by side.")
     parser.add_argument("trace", nargs="?", type=Path, help="default: $TALARIA_TRACES, else generated sessions")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--calls", type=int, default=0, help=f"of each session (default {CALLS}, quick {QUICK_CALLS})")
+    parser.add_argument(
+        "--skip", type=int, default=sessions.SKIP, help=f"sessions begin after so many calls (default {sessions.SKIP})"
+    )
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="of the configurations")
+    parser.add_argument("--single", action="store_true", help="one model's sessions alone, into ablation_single.json")
     parser.add_argument("--prefix", type=int, default=PREFIX_TOKENS, help="tokens of the median prefix, scaled")
     parser.add_argument("--issues", type=int, default=0, help=f"sessions per model (default {ISSUES})")
     parser.add_argument(
@@ -115,12 +134,17 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="no run is begun that would end later")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, default=None, help="default bench/results/ablation.json")
+    parser.add_argument("--out", type=Path, default=None, help="default bench/results/ablation[_single].json")
     args = parser.parse_args()
     where, paths = machine(), models.prepared()
     path = sessions.source(args.trace)
-    issues = args.issues or (QUICK_ISSUES if args.quick else ISSUES)
-    calls = sessions.read(path, models.NAMES, calls=args.calls or (QUICK_CALLS if args.quick else CALLS), issues=issues)
+    calls = sessions.read(
+        path,
+        models.NAMES,
+        calls=args.calls or (QUICK_CALLS if args.quick else CALLS),
+        issues=args.issues or (QUICK_ISSUES if args.quick else ISSUES),
+        skip=args.skip,
+    )
     print(f"ablation: {len(calls)} calls of {path.name if path else 'generated sessions'}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -131,8 +155,9 @@ def main() -> int:
         how = scale.of(profiles, sessions.median_prefix(calls))
         print(f"ablation: {how}", flush=True)
         fitting, cut = sessions.scaled(calls, how.prompts, how.answers, CONTEXT)
-        single = [c for c in fitting if c.model == models.NAMES[0] and c.call < SINGLE_CALLS]
-        single = [msgspec.structs.replace(c, session=f"single-{c.session}") for c in single]
+        replays = {SINGLE: of_one_model(fitting, CONTEXT if args.single else SINGLE_CALLS)}
+        if not args.single:
+            replays[MAIN] = fitting
         job = msgspec.structs.replace(
             job,
             scale=how.time,
@@ -140,23 +165,28 @@ def main() -> int:
             kv_bytes_per_s=how.kv_bytes_per_s,
             slots=how.slots(),
             concurrent=args.concurrent,
-            replays={"single": single, "main": fitting},
-            starts=sessions.starts(fitting, START_SPREAD_S * how.time)
-            | sessions.starts(single, START_SPREAD_S * how.time),
+            replays=replays,
+            starts={
+                name: at
+                for each in replays.values()
+                for name, at in sessions.starts(each, START_SPREAD_S * how.time).items()
+            },
         )
-        runs = measure(job, args.runs, args.minutes * 60, folder)
-    found = figures.figures(runs) | tokens_figures(runs, fitting, paths)
+        runs = measure(job, args.only, args.runs, args.minutes * 60, folder)
+    part = SINGLE if args.single else MAIN
+    found = figures.figures(runs) | tokens_figures(runs, part, replays[part], paths)
     found |= how.figures() | {
         "median_prefix": figure([float(args.prefix)], "tokens"),
         "decode_step_ms": figure([how.decode_ms], "ms"),
         "recompute_median_prefix_ms": figure([how.recompute_ms], "ms"),
         "concurrent_sessions": figure([float(args.concurrent)], "sessions"),
-        "calls": figure([float(len(fitting))], "calls"),
+        "calls": figure([float(len(replays[part]))], "calls"),
         "calls_beyond_context": figure([float(cut)], "calls"),
     }
     for key, value in sorted(found.items()):
         print(f"ablation: {key:46} {value['median']:>10} {value['unit']}")
-    print(f"ablation: {write('ablation', len(runs), found, args.out, where=where)}")
+    name = "ablation_single" if args.single else "ablation"
+    print(f"ablation: {write(name, len(runs), found, args.out, where=where)}")
     return 0
 
 

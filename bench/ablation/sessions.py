@@ -6,7 +6,7 @@ import itertools
 import os
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,9 @@ from talaria_replay.trace import Call
 SEED = 7
 FILE = "swebench_verified.calls.jsonl.gz"
 """In a folder of traces: the paper's tasks, by another agent."""
+SKIP = 10
+"""Calls of a trace's session that are left out. The paper's sessions begin with tens of thousands of tokens and grow by
+a few percent with each call; mini-swe-agent's begin with few, and each call adds a quarter."""
 FIRST_ID = 100
 """Of the ids that prompts are made of: what comes before has a meaning to some tokenizer."""
 
@@ -33,17 +36,30 @@ def source(given: Path | None) -> Path | None:
     return path
 
 
-def read(path: Path | None, models: Sequence[str], *, calls: int, issues: int) -> list[Call]:
-    """`issues` sessions on each model, cut after `calls` calls; gaps that the trace lacks are drawn (synthetic)."""
+def read(path: Path | None, models: Sequence[str], *, calls: int, issues: int, skip: int = SKIP) -> list[Call]:
+    """`issues` sessions on each model, of each its calls from the `skip`th on, `calls` of them.
+
+    Gaps that the trace lacks are drawn (synthetic). Without a trace sessions are generated, and none is skipped into:
+    they begin as the paper's do.
+    """
     if path is None:
         made = list(generate("paper", sessions=40 * issues, models=["m"], seed=SEED, max_calls=calls))
-        whole = [s for s in trace.sessions(made).values() if len(s) == calls][:issues]
-        return workload.on_each_model(whole, models)
-    found = [c for c in _calls(path) if c.call < calls]
-    whole = [c for s in trace.sessions(found).values() if len(s) == calls for c in s]
+        return workload.on_each_model(_windows(made, 0, calls)[:issues], models)
+    whole = list(itertools.chain.from_iterable(_windows(_calls(path), skip, calls)))
     rng = random.Random(SEED)
     # One gap for an issue's call, whichever the model: sessions are told apart by their model alone.
     return workload.from_trace(list(convert.with_gaps(whole, lambda: gap(rng))), models, issues=issues)
+
+
+def _windows(calls: Iterable[Call], skip: int, length: int) -> list[list[Call]]:
+    """Of each session that has them, `length` calls after the first `skip`, as if it had begun there."""
+    out: list[list[Call]] = []
+    for session in trace.sessions(calls).values():
+        kept = [msgspec.structs.replace(c, call=n) for n, c in enumerate(session[skip : skip + length])]
+        if len(kept) == length:
+            kept[0] = msgspec.structs.replace(kept[0], reusable_tokens=0)
+            out.append(kept)
+    return out
 
 
 def _calls(path: Path) -> list[Call]:

@@ -30,7 +30,7 @@ def swebench(tmp_path: Path) -> Path:
 
 
 def test_sessions_are_cut_alike_and_each_issue_is_the_same_on_every_model(swebench: Path) -> None:
-    calls = sessions.read(swebench, models.NAMES, calls=4, issues=3)
+    calls = sessions.read(swebench, models.NAMES, calls=4, issues=3, skip=0)
     by_session = trace.sessions(calls)
     assert len(by_session) == 9
     assert {len(s) for s in by_session.values()} == {4}, "sessions that are shorter are left out"
@@ -40,7 +40,15 @@ def test_sessions_are_cut_alike_and_each_issue_is_the_same_on_every_model(sweben
             tuple((c.prompt_tokens, c.gap_s) for c in same[0])
         }
     assert all(c.gap_source == "synthetic" for c in calls if c.call)
-    assert calls == sessions.read(swebench, models.NAMES, calls=4, issues=3)
+    assert calls == sessions.read(swebench, models.NAMES, calls=4, issues=3, skip=0)
+
+
+def test_a_session_can_begin_in_its_middle(swebench: Path) -> None:
+    whole = sessions.read(swebench, ["m"], calls=5, issues=2, skip=0)
+    calls = sessions.read(swebench, ["m"], calls=3, issues=2, skip=2)
+    assert [c.prompt_tokens for c in calls] == [c.prompt_tokens for c in whole if c.call >= 2]
+    assert [c.call for c in calls] == [0, 1, 2] * 2
+    assert [c.reusable_tokens for c in calls] == [0, 2650, 3450] * 2, "nobody computed the first one's prefix"
 
 
 def test_without_a_trace_sessions_are_generated() -> None:
@@ -59,7 +67,7 @@ def test_a_trace_is_named_by_argument_or_environment(swebench: Path, monkeypatch
 
 
 def test_scaled_prompts_keep_their_prefixes(swebench: Path) -> None:
-    calls, cut = sessions.scaled(sessions.read(swebench, ["m"], calls=5, issues=2), 0.5, 4.0, 2000)
+    calls, cut = sessions.scaled(sessions.read(swebench, ["m"], calls=5, issues=2, skip=0), 0.5, 4.0, 2000)
     (first, *_), _ = trace.sessions(calls).values()
     assert [c.prompt_tokens for c in calls if c.session == first.session] == [500, 900, 1300, 1700]
     assert {c.completion_tokens for c in calls} == {12}
