@@ -42,6 +42,9 @@ from bench.report import ROOT, machine, percentile, write
 BUDGET_S = 600.0
 QUICK_BUDGET_S = 50.0
 """Seconds of measurement; starting the systems comes on top."""
+PATIENCE = 1.8
+"""No run is begun that would take longer than so many budgets in all: calls in flight at a window's end are waited for,
+and a slow system's take seconds."""
 OVERHEAD_S = 0.35
 """Per job beside its window: connections, warm-up, the last answers."""
 SHORTEST_S, LONGEST_S = 0.4, 3.0
@@ -187,10 +190,11 @@ def collect(
                 failed += result.failed if name in {DIRECT, TALARIA} else 0
                 if not result.failed:
                     one.setdefault(case.name, {})[name] = result
-            if done and time.monotonic() - began > budget_s * 1.2:
-                print(f"bench: time is over; {len(done)} complete runs count", flush=True)
-                return done, failed
         done.append(one)
+        spent = time.monotonic() - began
+        if len(done) < runs and spent + spent / len(done) > budget_s * PATIENCE:
+            print(f"bench: time is over; {len(done)} runs count", flush=True)
+            break
     return done, failed
 
 
