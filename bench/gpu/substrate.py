@@ -3,12 +3,12 @@
     python -m bench.gpu.substrate [--weights-gib 40] [--kv-gib 60] [--budget-s 330] [--out FILE]
 
 One uint8 buffer holds two "models" whose weights overlap, and the first one's KV above them, as on a server. The
-project's own planner, stager and gather move the second one's weights in; everything is verified bit by bit against the
-image.
+project's own planner, stager and gather move the second one's weights in, its registry's copies move KV; everything is
+verified bit by bit.
 
     switch_d2d, switch_partial, switch_h2d   all weights staged in the KV tails; half of them, some dirty; none
     …_over_limit                             bytes per second over the device's or the link's own, measured here
-    restore_over_link_limit                  KV blocks from pinned host memory to scattered rows
+    {restore,save}_over_link_limit           KV blocks from pinned host memory to scattered rows, and back
     graph_replays_equal                      a CUDA graph captured over the first model's addresses, replayed after
                                              every switch: its result must be that of the capture; 1 if all were.
                                              All but the weights is NaN after each switch, and a NaN equals nothing
@@ -213,31 +213,42 @@ def limits(rig: Rig, runs: int) -> dict[str, list[float]]:
     }
 
 
-def restore(rig: Rig, runs: int) -> list[float]:
-    """KV blocks, page-first in pinned memory, to scattered rows of every layer; bytes per second."""
+def kv_moves(rig: Rig, runs: int) -> dict[str, list[float]]:
+    """Blocks from pinned memory to scattered rows of all layers and back, by the registry's copies; bytes per second."""
+    from talaria_gpu.hkvr.descriptor import KvDescriptor
+    from talaria_gpu.hkvr.slabs import Cell
+    from talaria_gpu.hkvr.transfer import DeviceKv, Piece, device_to_host, host_to_device
+
     torch = rig.torch
-    pages = min(4096, rig.pages - 2, rig.weights[0] // (LAYERS * PAGE_ROWS * ROW))
-    rows = pages * PAGE_ROWS
-    host = rig.images[0][: rows * ROW * LAYERS].view(pages, LAYERS, PAGE_ROWS * ROW)
-    pick = torch.randperm(rig.pages - 1, device=rig.device)[:pages] + 1
-    layers = [rig.buffer[base : base + rig.pages * n].view(rig.pages, n) for base, n in rig.segments]
-    step = 256
-    landing = torch.empty(2, step, LAYERS, PAGE_ROWS * ROW, dtype=torch.uint8, device=rig.device)
-    found = []
+    spec = KvDescriptor(
+        model="a",
+        identity=b"a" * 16,
+        family="mha",
+        dtype="bfloat16",
+        page_tokens=PAGE_ROWS,
+        block_tokens=PAGE_ROWS,
+        row_bytes=(ROW,) * LAYERS,
+    )
+    rows_of = [rig.buffer[base : base + rig.pages * n].view(-1, ROW) for base, n in rig.segments]
+    kv = DeviceKv(spec, tuple(rows_of))
+    blocks = min(4096, rig.pages - 2, rig.weights[0] // spec.block_bytes)
+    pool, size = rig.images[0], blocks * spec.block_bytes
+    pages = torch.randperm(rig.pages - 1)[:blocks] + 1
+    rows = (pages[:, None] * PAGE_ROWS + torch.arange(PAGE_ROWS)).unbind()
+    pieces = [Piece(Cell(n * spec.block_bytes, spec.block_bytes), rows[n]) for n in range(blocks)]
+    before = pool[:size].clone()
+    found: dict[str, list[float]] = {"restore_bytes_per_s": [], "save_bytes_per_s": []}
     for _ in range(runs):
-        rig.synchronize()
-        started = time.perf_counter()
-        for number, at in enumerate(range(0, pages, step)):
-            n = min(step, pages - at)
-            held = landing[number % 2, :n]
-            held.copy_(host[at : at + n], non_blocking=True)
-            for index, layer in enumerate(layers):
-                layer[pick[at : at + n]] = held[:, index]
-        rig.synchronize()
-        found.append(host.numel() / (time.perf_counter() - started))
-    for index, layer in enumerate(layers):
-        if not torch.equal(layer[pick], host[:, index].to(rig.device)):
-            raise RuntimeError("restored rows differ from the host's blocks")
+        for name, move in (("restore", host_to_device), ("save", device_to_host)):
+            if name == "save":
+                pool[:size].zero_()
+            rig.synchronize()
+            started = time.perf_counter()
+            move(kv, pool, pieces)
+            rig.synchronize()
+            found[f"{name}_bytes_per_s"].append(size / (time.perf_counter() - started))
+        if not torch.equal(pool[:size], before):
+            raise RuntimeError("blocks that were restored to rows and saved from them are not what they were")
     return found
 
 
@@ -309,6 +320,7 @@ def summary(values: dict[str, list[float]]) -> dict[str, Figure]:
         "h2d_over_link_limit": ("h2d_bytes_per_s", "link_limit"),
         "staging_over_link_limit": ("staging_bytes_per_s", "link_limit"),
         "restore_over_link_limit": ("restore_bytes_per_s", "link_limit"),
+        "save_over_link_limit": ("save_bytes_per_s", "link_limit"),
     }
     figures = {
         name: figure([v / median(limit) for v in values[what]], "x")
@@ -353,7 +365,7 @@ def main() -> int:
     values = limits(rig, args.runs)
     values |= switches(rig, args.runs, deadline)
     if deadline.allows("restore", 20):
-        values["restore_bytes_per_s"] = restore(rig, args.runs)
+        values |= kv_moves(rig, args.runs)
     rig.close()
     figures = summary(values)
     for name, value in sorted(figures.items()):

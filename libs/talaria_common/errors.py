@@ -18,23 +18,13 @@
         ├── BusNameError           500 bus_name                an illegal subject, queue, bucket or key: a bug of ours
         └── RevisionError          503 kv_revision             a KV write lost its race
 
-Every error crosses the wire as an `ErrorInfo` (code, message, param) and is rebuilt from it by `from_info`.
+`talaria_common.wire.error` has their form on the bus. Nothing but the standard library is imported here: the memory
+substrate runs where torch is all there is.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
-
-import msgspec
-
-
-class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error on the wire."""
-
-    code: str
-    message: str
-    param: str | None = None
-    retry_after_s: float | None = None
 
 
 class TalariaError(Exception):
@@ -55,10 +45,6 @@ class TalariaError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
-
-    def info(self) -> ErrorInfo:
-        """The wire form."""
-        return ErrorInfo(self.code, self.message, self.param, self.retry_after_s)
 
 
 class BadRequestError(TalariaError):
@@ -163,9 +149,3 @@ def _tree(cls: type[TalariaError]) -> list[type[TalariaError]]:
 
 HTTP: dict[str, type[TalariaError]] = {cls.code: cls for cls in _tree(TalariaError)}
 """Every error code of the wire and the class that carries its HTTP status and OpenAI type."""
-
-
-def from_info(info: ErrorInfo) -> TalariaError:
-    """The exception that `info` describes; an unknown code becomes a plain TalariaError (500)."""
-    cls = HTTP.get(info.code, TalariaError)
-    return cls(info.message, param=info.param, retry_after_s=info.retry_after_s)

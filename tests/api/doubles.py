@@ -17,7 +17,6 @@ from talaria_api.serve import Api, Server, listen, run, server
 from talaria_common import subjects
 from talaria_common.bus.interface import Bus, Message
 from talaria_common.clock import SystemClock, to_ms
-from talaria_common.errors import ErrorInfo
 from talaria_common.ids import new_epoch
 from talaria_common.settings import Settings, parse
 from talaria_common.wire import (
@@ -41,6 +40,7 @@ from talaria_common.wire import (
     decode,
     encode,
 )
+from talaria_common.wire.error import ErrorInfo
 
 CLOCK = SystemClock()
 QUICK = {"route_timeout_s": 0.3, "accept_timeout_s": 1.0, "silence_s": 1.0}

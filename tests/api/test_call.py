@@ -40,7 +40,6 @@ from talaria_common.errors import (
     ContextLengthError,
     DeadlineError,
     EngineError,
-    ErrorInfo,
     InstanceLostError,
     ModelNotFoundError,
     NoRespondersError,
@@ -51,6 +50,7 @@ from talaria_common.errors import (
 )
 from talaria_common.ids import partition_of
 from talaria_common.wire import ForwardReply, Frame, RouteReply, Usage
+from talaria_common.wire.error import ErrorInfo
 from tests.api.doubles import place, refuse
 
 T0 = 1_700_000_000.0

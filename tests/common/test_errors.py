@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from talaria_common import errors
-from talaria_common.errors import HTTP, ErrorInfo, TalariaError, from_info
+from talaria_common.errors import HTTP, TalariaError
 from talaria_common.wire import decode, encode
+from talaria_common.wire.error import ErrorInfo, from_info, info_of
 
 
 def tree(cls: type[TalariaError] = TalariaError) -> list[type[TalariaError]]:
@@ -29,7 +30,7 @@ def test_every_class_is_drawn_at_the_top_of_its_module_with_status_and_code(cls:
 @pytest.mark.parametrize("cls", tree())
 def test_an_error_survives_the_wire(cls: type[TalariaError]):
     error = cls("no: ü", param="messages", retry_after_s=1.5)
-    back = from_info(decode(encode(error.info()), ErrorInfo))
+    back = from_info(decode(encode(info_of(error)), ErrorInfo))
     assert type(back) is cls
     assert (back.message, back.param, back.retry_after_s) == ("no: ü", "messages", 1.5)
 

@@ -11,6 +11,7 @@ from talaria_common.errors import (
     UnavailableError,
 )
 from talaria_common.wire import Completion, ControlRequest, SeenPlacements, Snapshot, TokenBatch
+from talaria_common.wire.error import info_of
 from talaria_gpu.engine.contract import ModelLoad, Staged, StepResult, StepTokens, SwitchTiming
 from talaria_gpu.engine.ipc import Close, Closed, Fatal, Open, Opened, Progress, Refused, SlotEnded, Stepped, Switched
 from talaria_instance import messages as m
@@ -334,7 +335,7 @@ def test_ends_that_are_no_answers(rig, key, finished, error, retryable):
 
 def test_a_refusal_of_the_engine(rig, key):
     rig.forward(key.rid)
-    rig.said(Refused(rid=key.engine_rid, error=OverloadedError("full").info()))
+    rig.said(Refused(rid=key.engine_rid, error=info_of(OverloadedError("full"))))
     assert (rig.frames[key][0].error.code, rig.frames[key][0].retryable) == ("overloaded", True)
 
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import (
 )
 
 from talaria_common.errors import BadRequestError, OverloadedError
+from talaria_common.wire.error import info_of
 from talaria_gpu.engine.contract import StepTokens
 from talaria_gpu.engine.ipc import Refused
 from talaria_instance import messages as m
@@ -58,7 +59,7 @@ class Instance(RuleBasedStateMachine):
             self.rig.prepare(key)
         else:
             del self.rig.to_prepare[key]
-            self.rig.tell(m.PrepareFailed(key, BadRequestError("no").info()))
+            self.rig.tell(m.PrepareFailed(key, info_of(BadRequestError("no"))))
 
     @precondition(lambda self: self.rig.engine_calls)
     @rule(data=st.data())
@@ -88,7 +89,7 @@ class Instance(RuleBasedStateMachine):
     def refuse(self, data):
         rid = data.draw(st.sampled_from(sorted(self.rig.engine_calls)))
         del self.rig.engine_calls[rid]
-        self.rig.said(Refused(rid=rid, error=OverloadedError("no").info()))
+        self.rig.said(Refused(rid=rid, error=info_of(OverloadedError("no"))))
 
     @rule(n=st.integers(0, 3), attempt=st.integers(0, 2))
     def cancel_any(self, n, attempt):

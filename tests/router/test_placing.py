@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from talaria_common.clock import from_ms, to_ms
-from talaria_common.errors import from_info
 from talaria_common.ids import partition_of
 from talaria_common.wire import Placement, Verdict
+from talaria_common.wire.error import from_info
 from talaria_router.messages import Gained, Lost
 from tests.router.rig import Rig, model, outcome, seen
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from talaria_common import subjects
 from talaria_common.bus import Bus, Message
-from talaria_common.errors import ErrorInfo
 from talaria_common.ids import partition_of
 from talaria_common.wire import ControlReply, ControlRequest, ModelState, RouteReply, Snapshot, decode, encode
+from talaria_common.wire.error import ErrorInfo
 from tests.router.mesh import Api, Instance, M, Telemetry, config, router
 from tests.support.waiting import until
 

@@ -5,7 +5,6 @@ so a rolling upgrade may mix versions. msgspec structs, because a token frame pa
 (GATEWAY: Pydantic costs several times as much); Pydantic checks what people write: HTTP bodies and settings.
 """
 
-from talaria_common.errors import ErrorInfo
 from talaria_common.wire.base import FORWARD_HEADER, TRACE_HEADER, WireError, decode, encode
 from talaria_common.wire.call import (
     Cancel,
@@ -18,6 +17,7 @@ from talaria_common.wire.call import (
     Usage,
 )
 from talaria_common.wire.control import ControlReply, ControlRequest, Event
+from talaria_common.wire.error import ErrorInfo
 from talaria_common.wire.route import CandidateCost, Fence, Placement, Queued, RouteReply, RouteRequest, Verdict
 from talaria_common.wire.session import SessionRecord, kv_residence
 from talaria_common.wire.snapshot import ClusterView, InstanceView, ModelState, Presence, SeenPlacements, Snapshot

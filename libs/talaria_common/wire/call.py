@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from talaria_common.errors import ErrorInfo
 from talaria_common.wire.base import Float, Int, Name, Wire
+from talaria_common.wire.error import ErrorInfo
 from talaria_common.wire.route import Placement
 
 Endpoint = Literal["chat", "completions"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from talaria_common.errors import ErrorInfo
 from talaria_common.wire.base import Int, Wire
+from talaria_common.wire.error import ErrorInfo
 
 
 class ControlRequest(Wire, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from talaria_common.clock import Clock
 from talaria_common.errors import BadRequestError, DeadlineError, EngineError, TalariaError
+from talaria_common.wire.error import info_of
 from talaria_gpu.engine.contract import (
     Engine,
     EngineCall,
@@ -112,7 +113,7 @@ class SlotDriver:
         except RankLostError:
             raise
         except TalariaError as e:
-            return [Refused(rid=call.rid, error=e.info())]
+            return [Refused(rid=call.rid, error=info_of(e))]
         self._pause_until = 0.0  # a new call may be one that can run
         known = ask.Call.of(call)
         self._scheduler.handle(now, ask.Arrived(known if known.arrival else known._replace(arrival=now)))

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from talaria_common.errors import ErrorInfo
+from talaria_common.wire.error import ErrorInfo
 from talaria_gpu.engine.contract import (
     EngineCall,
     HostKvFigures,

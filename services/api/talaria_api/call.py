@@ -46,17 +46,16 @@ from talaria_common.errors import (
     BusTimeoutError,
     DeadlineError,
     EngineError,
-    ErrorInfo,
     InstanceLostError,
     ModelNotFoundError,
     NoRespondersError,
     OverloadedError,
     TalariaError,
     UnavailableError,
-    from_info,
 )
 from talaria_common.ids import partition_of
 from talaria_common.wire import Cancel, ForwardHead, ForwardReply, Frame, Placement, RouteReply, RouteRequest, Verdict
+from talaria_common.wire.error import ErrorInfo, from_info
 
 Phase = Literal["asking", "pausing", "forwarding", "waiting", "streaming", "ended"]
 _VERDICTS: dict[str, type[TalariaError]] = {

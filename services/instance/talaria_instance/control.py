@@ -20,6 +20,7 @@ from talaria_common.errors import (
     UnsupportedError,
 )
 from talaria_common.wire import ControlReply
+from talaria_common.wire.error import info_of
 from talaria_gpu.engine.ipc import Close, Open
 from talaria_instance.messages import Control
 
@@ -81,5 +82,5 @@ def _cannot(verb: str, model: str | None, it: Standing) -> TalariaError | None:
 
 def reply(iid: str, epoch: str, status: str, verdict: Verdict) -> ControlReply:
     """The answer; `status` is the status after the command."""
-    error = verdict.error.info() if verdict.error else None
+    error = info_of(verdict.error) if verdict.error else None
     return ControlReply(ok=error is None, iid=iid, epoch=epoch, status=status, error=error)

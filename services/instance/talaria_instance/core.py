@@ -13,10 +13,10 @@ from talaria_common.errors import (
     OverloadedError,
     TalariaError,
     UnavailableError,
-    from_info,
 )
 from talaria_common.settings import InstanceSettings
 from talaria_common.wire import ForwardReply
+from talaria_common.wire.error import from_info, info_of
 from talaria_gpu.engine.ipc import Closed, Open
 from talaria_gpu.text import Tokenizer
 from talaria_instance import control, events, snapshot
@@ -148,7 +148,7 @@ class InstanceCore:
             self._placements.saw(now, place.router, place.router_epoch, place.seq)
         refusal = self._fences.check(now, head) or self._full(head.model)
         if refusal is not None:
-            error = refusal.error.info()
+            error = info_of(refusal.error)
             reply = ForwardReply(accepted=False, epoch=self.epoch, error=error, retryable=refusal.retryable)
             self._out.do(Answer(message.handle, reply))
             self._out.event(now, "forward", events.forward(head, error, self.queued, message.trace))

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from talaria_common.clock import to_ms
-from talaria_common.errors import ErrorInfo
 from talaria_common.subjects import event
 from talaria_common.wire import Completion, Event, ForwardHead
+from talaria_common.wire.error import ErrorInfo
 from talaria_gpu.engine.contract import SwitchTiming
 from talaria_gpu.engine.ipc import SlotEnded
 from talaria_instance.messages import Publish

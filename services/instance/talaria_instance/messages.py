@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from talaria_common.errors import ErrorInfo
 from talaria_common.wire import Cancel, ControlRequest, ForwardHead
+from talaria_common.wire.error import ErrorInfo
 from talaria_gpu.engine.ipc import Command, Report
 
 Handle = Any

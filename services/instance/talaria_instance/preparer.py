@@ -13,6 +13,7 @@ import structlog
 from prometheus_client import Histogram
 
 from talaria_common.errors import EngineError, TalariaError
+from talaria_common.wire.error import info_of
 from talaria_gpu.text import Tokenizer, load_tokenizer
 from talaria_instance.messages import Prepare, Prepared, PrepareFailed
 from talaria_instance.request import tokenise
@@ -85,7 +86,7 @@ class Preparer:
             tokenizer = self._tokenizers[request.head.model]
             return Prepared(request.key, tokenise(request.body, request.head.endpoint, tokenizer))
         except TalariaError as e:
-            return PrepareFailed(request.key, e.info())
+            return PrepareFailed(request.key, info_of(e))
         except Exception as e:  # a template or tokenizer that fails must cost one call, not the instance
             log.exception("tokenising failed", rid=request.key.rid, model=request.head.model)
-            return PrepareFailed(request.key, EngineError(f"tokenising failed: {e}").info())
+            return PrepareFailed(request.key, info_of(EngineError(f"tokenising failed: {e}")))

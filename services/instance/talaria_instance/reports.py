@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from talaria_common.errors import DeadlineError, EngineError, OverloadedError, UnavailableError, from_info
+from talaria_common.errors import DeadlineError, EngineError, OverloadedError, UnavailableError
+from talaria_common.wire.error import from_info
 from talaria_gpu.engine.contract import StepResult, StepTokens, join_steps
 from talaria_gpu.engine.ipc import (
     Closed,

@@ -31,6 +31,7 @@ from talaria_common.wire import (
     decode,
     encode,
 )
+from talaria_common.wire.error import info_of
 from talaria_instance import messages as m
 from talaria_instance.claim import refuse_twin, stands
 from talaria_instance.core import InstanceCore
@@ -181,7 +182,7 @@ class InstanceService:
         try:
             head = decode(message.headers.get(FORWARD_HEADER, ""), ForwardHead)
         except WireError as e:
-            error = BadRequestError(f"{FORWARD_HEADER}: {e}").info()
+            error = info_of(BadRequestError(f"{FORWARD_HEADER}: {e}"))
             log.warning("a forward without a usable head", error=str(e), trace=trace)
             self._sender.put(message, ForwardReply(accepted=False, epoch=self.core.epoch, error=error))
             return
@@ -206,7 +207,7 @@ class InstanceService:
                 iid=self._iid,
                 epoch=self.core.epoch,
                 status=self.core.status,
-                error=BadRequestError(str(e)).info(),
+                error=info_of(BadRequestError(str(e))),
             )
             self._sender.put(message, reply)
             return

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from talaria_common.errors import TalariaError
 from talaria_common.wire import Frame, TokenLogprob, Usage
 from talaria_common.wire.call import CacheSource, FinishReason
+from talaria_common.wire.error import info_of
 from talaria_gpu.engine.contract import StepTokens
 from talaria_gpu.text import StopStrings, Tokenizer
 from talaria_instance.messages import CallKey, Prompt
@@ -154,4 +155,4 @@ class OutputStream:
 
 def error_frame(key: CallKey, seq: int, error: TalariaError, *, retryable: bool) -> Frame:
     """An error frame of a call, also of one that never had a stream."""
-    return Frame(rid=key.rid, attempt=key.attempt, seq=seq, kind="error", error=error.info(), retryable=retryable)
+    return Frame(rid=key.rid, attempt=key.attempt, seq=seq, kind="error", error=info_of(error), retryable=retryable)

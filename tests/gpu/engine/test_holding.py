@@ -5,7 +5,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from talaria_common.errors import ErrorInfo
+from talaria_common.wire.error import ErrorInfo
 from talaria_gpu.engine.contract import StepResult, StepTokens
 from talaria_gpu.engine.holding import HOLD_S, Holding
 from talaria_gpu.engine.ipc import Refused, Stepped
