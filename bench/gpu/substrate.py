@@ -214,7 +214,7 @@ def limits(rig: Rig, runs: int) -> dict[str, list[float]]:
 
 
 def kv_moves(rig: Rig, runs: int) -> dict[str, list[float]]:
-    """Blocks from pinned memory to scattered rows of all layers and back, by the registry's copies; bytes per second."""
+    """Blocks from pinned memory to scattered rows of all layers and back, by the registry's copies; bytes per s."""
     from talaria_gpu.hkvr.descriptor import KvDescriptor
     from talaria_gpu.hkvr.slabs import Cell
     from talaria_gpu.hkvr.transfer import DeviceKv, Piece, device_to_host, host_to_device
