@@ -38,7 +38,7 @@ def long_way(rig: Rig, session: str, prompt_tokens: int) -> list[tuple[float, in
     found = []
     for iid in state.cluster.serving(M):
         instance = state.cluster.get(iid)
-        place = place_of(instance, instance.models[M], state.overlay, state.profiles, state.config.budget_ms / 2)
+        place = place_of(instance, instance.models[M], state.overlay, state.profiles, state.config.budget_ms)
         candidate = candidate_of(call, place, call.prefix_tokens)
         well = state.cluster.health(iid, rig.now) == "ok" and not place.unready
         if well and not check(call, candidate, place, state.config.budget_ms):

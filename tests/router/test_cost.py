@@ -198,6 +198,20 @@ def test_the_round_is_waited_for_and_the_switch_charged_once():
     assert c["wait_ms"] == active + third + 500
 
 
+def test_nobody_is_taken_to_hold_the_device_longer_than_the_round_allows():
+    """Eq. 5: eight models share gamma T_TTFT (9 s), so each of the other seven has an eighth of it, not two seconds."""
+    others = [model(f"m{n}", "host" if n else "active", queued=9, queued_tokens=9000) for n in range(7)]
+    mine = model(state="host")
+    rig = rig_with(a=[mine, *others])
+    assert terms(rig)["a"]["wait_ms"] == pytest.approx(7 / 8 * 9000 + 500), "and its own switch"
+    assert rig.events("route")[-1].data["iid"] == "a", "it has a place"
+    rig = Rig()
+    rig.view(rig.snapshot("a", (mine, *others), round_planned_ms=12_000.0), full=True)
+    assert terms(rig)["a"]["wait_ms"] == pytest.approx(7 / 8 * 12_000 + 500), (
+        "as planned, the target given up"
+    )
+
+
 def test_an_idle_switch_beats_a_long_queue():
     rig = rig_with(a=model(queued=30, queued_tokens=3000), b=model(state="host"))
     assert rig.placed().iid == "b"

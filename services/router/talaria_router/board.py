@@ -209,4 +209,4 @@ class Boards:
         state = instance.models.get(model) if instance is not None else None
         if instance is None or state is None:
             return None
-        return place_of(instance, state, self._overlay, self._profiles, self._budget_ms / 2)
+        return place_of(instance, state, self._overlay, self._profiles, self._budget_ms)

@@ -148,11 +148,11 @@ def handle_valid(entry: Entry, instance: Instance, model: ModelState) -> bool:
 
 
 def place_of(
-    instance: Instance, model: ModelState, overlay: Overlay, profiles: Profiles, lease_cap_ms: float = math.inf
+    instance: Instance, model: ModelState, overlay: Overlay, profiles: Profiles, budget_ms: float = math.inf
 ) -> Place:
     """`model` on `instance` as it stands: snapshot, overlay and profiles.
 
-    `lease_cap_ms`: what leases may take of the round check's budget at most.
+    `budget_ms`: gamma·T_TTFT, what the round check allows; leases may take half of it.
     """
     # Without a function call where the usual case needs none: this runs for every change of every instance.
     snapshot = instance.snapshot
@@ -161,7 +161,7 @@ def place_of(
     charge, placed = overlay.on(iid, name)
     calls, queued = system_load(model, charge)
     prefill_ms, most = profile.prefill_ms_per_token, model.max_running
-    batch_ms, lease_ms = 0.0, charge.leases * profile.return_ms
+    batch_ms, lease_ms, lease_cap_ms = 0.0, charge.leases * profile.return_ms, budget_ms / 2
     queue_ms = (model.queued_tokens + charge.tokens) * prefill_ms
     queue_ms += lease_ms + snapshot.deadline_risk * profile.return_ms
     peers = calls
@@ -172,7 +172,7 @@ def place_of(
     act_ms = round_ms = switch_ms = 0.0
     if state != "active":
         act_ms = activation_ms(model, profile)
-        round_ms = round_wait_ms(instance, model, overlay, profiles)
+        round_ms = round_wait_ms(instance, model, overlay, profiles, budget_ms)
         switch_ms = act_ms if state == "host" else 0.0
     wait_ms = queue_ms + round_ms + switch_ms
     free = math.inf
@@ -295,12 +295,19 @@ def batch_wait_ms(model: ModelState, calls: int, profile: Profile) -> float:
     return (calls - model.max_running + 1) * per_place
 
 
-def round_wait_ms(instance: Instance, model: ModelState, overlay: Overlay, profiles: Profiles) -> float:
-    """Wait until the round reaches a model that is not active: the running slot, then the other models with work."""
+def round_wait_ms(
+    instance: Instance, model: ModelState, overlay: Overlay, profiles: Profiles, budget_ms: float = math.inf
+) -> float:
+    """Wait until the round reaches a model that is not active: the running slot, then the other models with work.
+
+    At most all that is not our model's share of a round: as Eq. 5 bounds that, or as the instance has planned it where
+    it gave the bound up.
+    """
     snapshot = instance.snapshot
     if model.state == "active" or len(snapshot.models) < 2:
         return 0.0
-    active_ms = other_ms = 0.0
+    active_ms: float | None = None
+    others, other_ms = 0, 0.0
     charges = overlay.models_on(snapshot.iid)
     for other in snapshot.models:
         if other.name == model.name:
@@ -315,7 +322,10 @@ def round_wait_ms(instance: Instance, model: ModelState, overlay: Overlay, profi
         if other.state == "active":
             active_ms = work
         else:
+            others += 1
             other_ms += work + profile.switch_ms
-    if snapshot.round_remaining_ms > 0:
-        active_ms = min(active_ms, snapshot.round_remaining_ms) if active_ms else 0.0
-    return active_ms + other_ms
+    if active_ms is not None and snapshot.round_remaining_ms > 0:
+        active_ms = min(active_ms, snapshot.round_remaining_ms)
+    busy = others + (active_ms is not None)
+    share = busy / (busy + 1)
+    return min((active_ms or 0.0) + other_ms, share * max(budget_ms, snapshot.round_planned_ms))
