@@ -11,7 +11,8 @@ from talaria_cli.report import ReportOptions, run_report
 from talaria_replay import trace, workload
 from talaria_replay.generate import generate
 from talaria_replay.report import spec
-from talaria_replay.report.outcome import metric
+from talaria_replay.report.figures import draw
+from talaria_replay.report.outcome import Outcome, metric
 from talaria_replay.sim.run import simulate
 from talaria_replay.trace import read, write
 
@@ -159,6 +160,14 @@ def test_where_prediction_and_paper_part_is_said() -> None:
     for e in spec.load("paper").experiments:
         assert e.why, e.id
         assert e.metrics or e.paper
+
+
+def test_a_picture_of_forty_curves_has_room_for_their_names(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    starts = next(e for e in spec.load("paper").experiments if e.id == "starts")
+    curves = {f"round-only, paper, number {n} at once": [1.0 + n, 2.0 + n, 30.0] for n in range(40)}
+    assert draw(Outcome(starts, curves=curves, curve="sct"), tmp_path / "it.png")  # a warning would be an error
+    assert (tmp_path / "it.png").stat().st_size > 10_000
 
 
 @pytest.mark.soak

@@ -207,9 +207,7 @@ def test_nobody_is_taken_to_hold_the_device_longer_than_the_round_allows():
     assert rig.events("route")[-1].data["iid"] == "a", "it has a place"
     rig = Rig()
     rig.view(rig.snapshot("a", (mine, *others), round_planned_ms=12_000.0), full=True)
-    assert terms(rig)["a"]["wait_ms"] == pytest.approx(7 / 8 * 12_000 + 500), (
-        "as planned, the target given up"
-    )
+    assert terms(rig)["a"]["wait_ms"] == pytest.approx(7 / 8 * 12_000 + 500), "as planned, the target given up"
 
 
 def test_an_idle_switch_beats_a_long_queue():

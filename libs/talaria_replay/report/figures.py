@@ -18,16 +18,21 @@ AXES: dict[Curve, tuple[str, str]] = {
     "composition": ("", "s"),
 }
 """(x, y) by what is shown."""
+INSIDE_MAX, LEGEND_COLUMNS, ROW_INCHES = 10, 3, 0.17
+"""A legend of more curves stands below the picture, which grows by its rows."""
 
 
 def draw(outcome: Outcome, path: Path) -> bool:
     """The curves of an outcome; False if it has none. Raises ImportError without matplotlib."""
     if not outcome.curves or not outcome.curve:
         return False
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only those who draw need it
+    from cycler import cycler  # noqa: PLC0415 - only those who draw need it, and matplotlib
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    rows = -(-len(outcome.curves) // LEGEND_COLUMNS) if len(outcome.curves) > INSIDE_MAX else 0
+    figure = Figure(figsize=(8, 4.5 + ROW_INCHES * rows), layout="constrained")
     axes = figure.subplots()
+    axes.set_prop_cycle(cycler(linestyle=["-", "--", ":", "-."]) * cycler(color=[f"C{n}" for n in range(10)]))
     x, y = AXES[outcome.curve]
     if outcome.experiment.kind == "shape":
         x = next(iter(outcome.curves))
@@ -42,7 +47,10 @@ def draw(outcome: Outcome, path: Path) -> bool:
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
     axes.set_title(f"{outcome.experiment.id}: {'GENERATED' if outcome.experiment.kind == 'shape' else 'SIMULATED'}")
-    axes.legend(fontsize="x-small")
+    if rows and outcome.curve != "composition":
+        figure.legend(loc="outside lower center", ncols=LEGEND_COLUMNS, fontsize="x-small")
+    else:
+        axes.legend(fontsize="x-small")
     figure.savefig(path, dpi=120)
     return True
 
