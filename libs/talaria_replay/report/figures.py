@@ -27,12 +27,13 @@ def draw(outcome: Outcome, path: Path) -> bool:
     if not outcome.curves or not outcome.curve:
         return False
     from cycler import cycler  # noqa: PLC0415 - only those who draw need it, and matplotlib
+    from matplotlib.colors import TABLEAU_COLORS  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     rows = -(-len(outcome.curves) // LEGEND_COLUMNS) if len(outcome.curves) > INSIDE_MAX else 0
     figure = Figure(figsize=(8, 4.5 + ROW_INCHES * rows), layout="constrained")
     axes = figure.subplots()
-    axes.set_prop_cycle(cycler(linestyle=["-", "--", ":", "-."]) * cycler(color=[f"C{n}" for n in range(10)]))
+    axes.set_prop_cycle(cycler(linestyle=["-", "--", ":", "-."]) * cycler(color=list(TABLEAU_COLORS)))
     x, y = AXES[outcome.curve]
     if outcome.experiment.kind == "shape":
         x = next(iter(outcome.curves))
