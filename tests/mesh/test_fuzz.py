@@ -20,7 +20,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The mesh, watched over by a loop in another thread: schemathesis is synchronous."""
     came: list[str] = []
     started, stop = threading.Event(), threading.Event()
-    fast = {"ttft_ms": 1.0, "decode_step_ms": 0.1, "switch_ms": 1.0}
+    # A call that names no limit is answered up to the context: the sim engine never stops by itself.
+    fast = {"ttft_ms": 1.0, "decode_step_ms": 0.1, "switch_ms": 1.0, "context_tokens": 2048}
 
     async def serve() -> None:
         async with mesh(tmp_path_factory.mktemp("fuzz"), sim({"id": "cold-0", "sim": fast})) as it:
