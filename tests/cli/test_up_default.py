@@ -1,6 +1,7 @@
 """`talaria up` with the configuration that the project ships: real SGLang on CPU, both pools, all three models."""
 
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def test_the_default_configuration_is_ready_serves_and_stops(
     try:
         it.wait_for("Ctrl-C stops everything", 300)
         with capsys.disabled():
-            print(f"\nready after {time.monotonic() - began:.1f} s")
+            sys.stdout.write(f"\nready after {time.monotonic() - began:.1f} s\n")
         for model in ("smollm2-135m-instruct", "tiny-qwen3-random", "tiny-mla-random"):
             ask = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
             answer = httpx.post(
