@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 
 from talaria_common.clock import Clock
-from talaria_common.errors import BadRequestError, ContextLengthError, EngineError, ModelNotFoundError
+from talaria_common.errors import BadRequestError, ContextLengthError, EngineError
 from talaria_common.settings import InstanceSettings
 from talaria_gpu.engine.contract import (
     EngineCall,
@@ -32,11 +32,11 @@ from talaria_gpu.engine.contract import (
     StepResult,
     SwitchTiming,
 )
+from talaria_gpu.engine.sim.catalog import SimCatalog
 from talaria_gpu.engine.sim.device import Device, FlatDevice
 from talaria_gpu.engine.sim.flight import Flight, cut, decode
 from talaria_gpu.engine.sim.pool import SimCall, SimPool
 from talaria_gpu.engine.sim.substrate import SimSubstrate
-from talaria_gpu.engine.sim.tokens import EOS, VOCAB_SIZE
 from talaria_gpu.hkvr.figures import figures_of
 
 _CATCH_UP_MS = 100.0
@@ -61,16 +61,14 @@ class SimEngine:
         """No macro-step goes on beyond this time, seconds, by more than one iteration."""
         self.most_steps: int | None = None
         """Nor does it have more iterations than this."""
-        self._specs = {name: self._device.spec(name) for name in instance.models}
+        self._catalog = SimCatalog(instance, self._device)
+        self._specs = self._catalog.specs
         self._pools = {
             name: SimPool(spec.kv_capacity_tokens, instance.page_size, spec.max_running)
             for name, spec in self._specs.items()
         }
         self._kept = SimSubstrate.of(self._device, self._specs, self._pools, instance.page_size, clock.now())
         self._model_of: dict[str, str] = {}
-        self._closed: set[str] = set() if instance.open is None else {*instance.models} - {*instance.open}
-        self._opening: dict[str, float] = {}
-        """When the weights of models that are being opened will have been read."""
         self._active = instance.models[0] if len(instance.models) == 1 else None
         self._flight: Flight | None = None
         self._free_at = 0.0
@@ -84,20 +82,7 @@ class SimEngine:
 
     def models(self) -> dict[str, ModelInfo]:
         """The open models by name."""
-        return {
-            name: ModelInfo(
-                name=name,
-                context_tokens=spec.context_tokens,
-                kv_capacity_tokens=spec.kv_capacity_tokens,
-                weight_bytes=spec.weight_bytes,
-                kv_bytes_per_token=spec.kv_bytes_per_token,
-                max_running=spec.max_running,
-                eos_token_ids=(EOS,),
-                vocab_size=VOCAB_SIZE,
-            )
-            for name, spec in self._specs.items()
-            if name not in self._closed
-        }
+        return self._catalog.models()
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -178,9 +163,8 @@ class SimEngine:
             BadRequestError: no tokens, an id that is none, or no token asked for.
             ContextLengthError: prompt and completion exceed the context.
         """
-        pool = self._pools.get(call.model)
-        if pool is None or call.model in self._closed:
-            raise ModelNotFoundError(f"model {call.model!r} is not open here")
+        self._catalog.require(call.model)
+        pool = self._pools[call.model]
         if not call.input_ids:
             raise BadRequestError("the prompt has no tokens")
         if call.sampling.max_new_tokens < 1:
@@ -242,20 +226,11 @@ class SimEngine:
 
     def open_model(self, model: str) -> bool:
         """Open it; False for `open_ms` from the first time it is asked for. Raises ModelNotFoundError."""
-        if model not in self._pools:
-            raise ModelNotFoundError(f"model {model!r} is not configured here")
-        if model in self._closed:
-            now = self._clock.now()
-            if self._opening.setdefault(model, now + self._device.open_ms(model) / 1000) > now:
-                return False
-            del self._opening[model]
-            self._closed.discard(model)
-        return True
+        return self._catalog.open(model, self._clock.now())
 
     def close_model(self, model: str) -> None:
         """Close it. Raises ModelNotFoundError or BadRequestError."""
-        if model not in self.models():
-            raise ModelNotFoundError(f"model {model!r} is not open here")
+        self._catalog.require(model)
         if self.has_unfinished(model):
             raise BadRequestError(f"{model} has unfinished calls")
         if self._active == model:
@@ -265,7 +240,7 @@ class SimEngine:
             self._active = None
         if self._kept is not None:
             self._kept.closed(model, self._clock.now())
-        self._closed.add(model)
+        self._catalog.close(model)
 
     def interrupt(self) -> None:
         """Somebody wants to be heard: a macro-step under way ends at its next iteration."""
@@ -291,8 +266,7 @@ class SimEngine:
 
     def switch(self, model: str) -> SwitchTiming:
         """Make `model` active; it can be stepped once `switch_ms` have passed."""
-        if model not in self._pools or model in self._closed:
-            raise ModelNotFoundError(f"model {model!r} is not open here")
+        self._catalog.require(model)
         if model == self._active:
             raise EngineError(f"{model} is active already")
         now, source = self._clock.now(), self._active
@@ -372,7 +346,7 @@ class SimEngine:
         elif pool.running:
             self._flight = self._decoding(pool, now)
             if self._macro:
-                self._cut(min([self.horizon, *self._opening.values()]))
+                self._cut(min(self.horizon, self._catalog.next_opening()))
         if self._flight is not None:
             self._free_at = self._flight.due
 
