@@ -316,6 +316,49 @@ def test_a_fence_rises_when_the_bucket_was_lost():
     assert all(b.owned["r0"][p] > old[p] for p in old)
 
 
+def lost(b: Bucket, *sees: str) -> None:
+    """The bucket is gone with its server's disk, and empty again; only those who are named find it so."""
+    b.entries.clear()
+    b.revision = 0
+    for name in sees:
+        for p in range(PARTITIONS):
+            b.run(name, b.routers[name].changed(b.now, partition_key(p), None, 0))
+
+
+def test_a_lost_bucket_leaves_nothing_with_two_owners():
+    """r1 finds the new bucket when r0 has taken everything there already: under revisions that it had seen long ago."""
+    b = Bucket()
+    b.start("r0")
+    b.time(3)
+    b.start("r1")
+    b.time(6)
+    b.stop("r1")
+    lost(b, "r0")
+    b.time(4)
+    assert len(b.owned["r0"]) == PARTITIONS
+    b.wake("r1")
+    assert not b.owned["r1"]
+    b.time(6)
+    b.check()
+    assert b.owned["r1"]
+
+
+def test_a_lost_bucket_leaves_nothing_without_an_owner():
+    """r1 hears of what r0 took again in the new bucket before it looks there itself; then r0 dies."""
+    b = Bucket()
+    b.two()
+    lost(b, "r0")
+    b.time(0.2)
+    r1 = b.routers["r1"]
+    for p in list(r1.mine):
+        b.run("r1", r1.changed(b.now, partition_key(p), None, 0))
+    b.time(1)
+    b.check()
+    b.kill("r0")
+    b.time(3)
+    b.check()
+
+
 def test_leaving_gives_everything_back():
     b = Bucket()
     b.start("r0")

@@ -12,7 +12,9 @@ or is away, has heard nobody either; were that a death of all others, it would t
 
 The fencing token (`owner_rev`) is not the revision itself but max(previous fence + 1, now in ms), written with the
 claim: it rises with every claim as the revision does, and goes on rising when the bucket was lost with its server's
-disk. Instances that had seen higher revisions would otherwise refuse every call until they were restarted.
+disk. Instances that had seen higher revisions would otherwise refuse every call until they were restarted; and a router
+that took revisions for the order of events would not believe what stands in the new bucket. So news is what has a higher
+fence, or the same and a higher revision.
 """
 
 from __future__ import annotations
@@ -77,6 +79,11 @@ Effect = TryClaim | TryRelease | Superseded | Gained | Lost
 class _Known:
     claim: Claim
     revision: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """In the order of what happened to a partition, whichever bucket it stands in."""
+        return self.claim.fence, self.revision
 
 
 @dataclass(slots=True)
@@ -196,7 +203,7 @@ class Ownership:
         partition = effect.partition
         self._busy.discard(partition)
         known = self._known.get(partition)
-        if known is not None and known.revision >= revision:
+        if known is not None and known.place >= (effect.fence, revision):
             return []  # the watch was quicker
         self._known[partition] = _Known(Claim(owner=self.me.router, epoch=self.me.epoch, fence=effect.fence), revision)
         self._mine[partition] = revision
@@ -206,7 +213,7 @@ class Ownership:
         """Our release was written."""
         self._busy.discard(effect.partition)
         known = self._known.get(effect.partition)
-        if known is None or known.revision < revision:
+        if known is None or known.place < (effect.fence, revision):
             self._known[effect.partition] = _Known(Claim(owner="", fence=effect.fence), revision)
 
     def refused(self, partition: int) -> None:
@@ -236,7 +243,7 @@ class Ownership:
 
     def _partition_changed(self, partition: int, claim: Claim, revision: int) -> list[Effect]:
         known = self._known.get(partition)
-        if known is not None and revision <= known.revision:
+        if known is not None and (claim.fence, revision) <= known.place:
             return []
         self._known[partition] = _Known(claim, revision)
         ours = claim.owner == self.me.router and claim.epoch == self.me.epoch
