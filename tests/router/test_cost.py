@@ -234,6 +234,14 @@ def test_deadline_risk_makes_an_instance_less_attractive():
     assert rig.placed().iid == "b"
 
 
+def test_one_models_late_calls_do_not_close_an_instance_to_the_others():
+    """Many calls of another model will be late; this one's queue is empty and it is active."""
+    late = model("late", "host", queued=300, queued_tokens=30_000)
+    rig = Rig()
+    rig.view(rig.snapshot("a", (model(), late), deadline_risk=300, max_queued=999), full=True)
+    assert rig.placed().iid == "a"
+
+
 class TestReplica:
     """Eq. 2: a model that is cold there is opened only if demand is worth it."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from talaria_common.ids import partition_of
 from talaria_common.wire import Placement, RouteReply
 from talaria_router.config import Tenant
 from talaria_router.messages import Ask, Effect, Reply
-from tests.router.rig import Rig, model, only, seen
+from tests.router.rig import M, Rig, model, only, seen
 
 
 def full(**config: Any) -> Rig:
@@ -174,6 +175,19 @@ class TestTenants:
         assert waiting == ["g0", "g1", "g2", "m0"], "the newest of the greedy one left"
         rig.do(Ask(rig.request("m1", tenant="modest"), "waiter"))
         assert rig.refused("m2", tenant="modest").reason == "overloaded", "half of the queue is its share"
+
+
+    def test_who_had_to_make_room_in_the_same_tick_is_not_looked_for_again(self):
+        """After a stand-still: a call whose record did not come takes the place of one whose api asks no more."""
+        rig = full(overload="queue", queue_max=2)
+        owned = rig.state.owned[partition_of("modest", "m0", M)]
+        owned.restore_until = rig.now + 60
+        assert rig.ask("m0", tenant="modest") is None
+        owned.restore_until = 0.0
+        assert [rig.ask(f"g{n}", tenant="greedy") for n in range(2)] == [None, None]
+        (reply,) = answers(rig.later(10.0))
+        assert "more than its share" in reply.verdict.error.message
+        assert [w.case.ask.request.session for w in rig.state.waiting.values()] == ["m0"]
 
 
 class TestHeartbeats:

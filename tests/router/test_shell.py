@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from talaria_common import subjects
+from talaria_common.bus import Bus, NatsBus
 from talaria_common.clock import SystemClock
+from talaria_common.errors import BusError
 from talaria_common.ids import PARTITIONS, partition_of
 from talaria_common.wire import ClusterView, Event, InstanceView, ModelState, Snapshot, decode, encode
 from talaria_router.metrics import RouterCollector
@@ -17,6 +20,7 @@ from talaria_router.sessions import key_of
 from talaria_router.shell import RouterShell
 from tests.conftest import Connect
 from tests.router.mesh import Api, Instance, M, Telemetry, config, router
+from tests.support.nats_server import NatsServer
 from tests.support.waiting import Inbox, until
 
 
@@ -47,7 +51,8 @@ class World:
 
     async def beating(self) -> None:
         while True:
-            await self.view()
+            with suppress(BusError):
+                await self.view()
             await asyncio.sleep(0.05)
 
     def decoded(self, kind: str) -> list[Event]:
@@ -93,6 +98,48 @@ async def test_a_session_from_the_first_call_to_the_return(world: World):
     assert world.decoded("route")[1].data["lease"] == "honoured"
     instance.take(q)
     await until(lambda: shell.core.state.overlay.total()[0] == 0, what="the snapshot's marks reached the overlay")
+
+
+async def record(shell: RouterShell, key: str) -> object:
+    """What the bucket has of a session; None: nothing, or there is no bucket."""
+    try:
+        return await shell._sessions.get(key)
+    except BusError:
+        return None
+
+
+async def test_after_a_lost_store_partitions_have_one_owner_and_sessions_are_written(nats_server: NatsServer):
+    async with AsyncExitStack() as stack:
+
+        async def connect() -> Bus:
+            bus = await NatsBus.connect(nats_server.url, name="test")
+            stack.push_async_callback(bus.close)
+            return bus
+
+        world = await World(connect).start()
+        beating = asyncio.ensure_future(world.beating())
+        first, second = await world.router("r0"), await world.router("r1")
+        await owns_all(first, second)
+        shares = [set(s.core.state.owned) for s in (first, second)]
+        nats_server.stop()
+        nats_server.lose_store()
+        nats_server.start()
+        await until(lambda: first.claims.ownership.unowned == second.claims.ownership.unowned == 0, timeout_s=30)
+        await owns_all(first, second)
+        await until(lambda: [set(s.core.state.owned) for s in (first, second)] == shares, timeout_s=20)
+        p = await world.api.place("s")
+        instance = world.a if p.iid == "a" else world.b
+        instance.take(p)
+        await instance.complete(p, "s")
+        owner = first if partition_of("t", "s", M) in first.core.state.owned else second
+        await until(lambda: owner.core.state.leases.books.installed == 1)
+        async with asyncio.timeout(10):
+            while await record(owner, key_of("t", "s", M)[0]) is None:
+                await asyncio.sleep(0.05)
+        beating.cancel()
+        for shell in world.shells:
+            assert not shell.failed.is_set()
+            await shell.close()
 
 
 async def test_it_says_why_it_is_not_ready(world: World, connect: Connect):

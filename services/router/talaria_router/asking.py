@@ -205,6 +205,8 @@ def overdue(turn: Turn) -> None:
     """End the waits that have lasted long enough."""
     state, now = turn.state, turn.now
     for rid, w in list(state.waiting.items()):
+        if state.waiting.get(rid) is not w:
+            continue  # it had to make room for one of those before it, and was told
         if w.in_line and now - w.asked_at > ASKS_MISSED * state.config.ask_again_s:
             del state.waiting[rid]
         elif now >= w.until:

@@ -278,6 +278,7 @@ def _same_load(old: Snapshot, new: Snapshot) -> bool:
         and old.max_queued == new.max_queued
         and old.deadline_risk == new.deadline_risk
         and old.round_remaining_ms == new.round_remaining_ms
+        and old.round_planned_ms == new.round_planned_ms
         and old.kv_occupancy == new.kv_occupancy
         and old.staging_free_bytes == new.staging_free_bytes
         and old.buffer_bytes == new.buffer_bytes

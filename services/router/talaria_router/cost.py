@@ -60,7 +60,7 @@ class Place(NamedTuple):
     """All but the call's own prefill and recovery: no call costs less here, unless it finds its prefix."""
     act_ms: float
     queue_ms: float
-    """Wait for the work of the same model: its queue, leases, calls at risk, a place in the batch."""
+    """Wait for the work of the same model: its queue, leases, a place in the batch."""
     round_ms: float
     """Wait for the other models' slots."""
     wait_ms: float
@@ -163,7 +163,9 @@ def place_of(
     prefill_ms, most = profile.prefill_ms_per_token, model.max_running
     batch_ms, lease_ms, lease_cap_ms = 0.0, charge.leases * profile.return_ms, budget_ms / 2
     queue_ms = (model.queued_tokens + charge.tokens) * prefill_ms
-    queue_ms += lease_ms + snapshot.deadline_risk * profile.return_ms
+    queue_ms += lease_ms
+    # Of all models there, and in their queues already: a reason to go elsewhere, and no wait of this model's.
+    risk_ms = snapshot.deadline_risk * profile.return_ms
     peers = calls
     if 0 < most <= calls:
         batch_ms = batch_wait_ms(model, calls, profile)
@@ -183,7 +185,7 @@ def place_of(
         instance,
         model,
         "" if snapshot.status == "ready" and state != "failed" else unready(instance, model),
-        queue_ms + round_ms + peers * profile.decode_step_ms + act_ms,
+        queue_ms + risk_ms + round_ms + peers * profile.decode_step_ms + act_ms,
         act_ms,
         queue_ms,
         round_ms,

@@ -13,8 +13,8 @@ or is away, has heard nobody either; were that a death of all others, it would t
 The fencing token (`owner_rev`) is not the revision itself but max(previous fence + 1, now in ms), written with the
 claim: it rises with every claim as the revision does, and goes on rising when the bucket was lost with its server's
 disk. Instances that had seen higher revisions would otherwise refuse every call until they were restarted; and a router
-that took revisions for the order of events would not believe what stands in the new bucket. So news is what has a higher
-fence, or the same and a higher revision.
+that took revisions for the order of events would not believe what stands in the new bucket. So what has a higher fence
+is news, or the same one and a higher revision.
 """
 
 from __future__ import annotations

@@ -147,6 +147,19 @@ class RouterShell:
         self._handle(Heard(connected))
         if connected:
             self.claims.connected()
+            self.spawn(self._open_sessions())
+
+    async def _open_sessions(self) -> None:
+        """The bucket may be gone with the server's store; nobody else makes it, and without it nothing is written."""
+        while self._bus.connected:
+            try:
+                self._sessions = await self._bus.kv(subjects.KV_SESSIONS, ttl_s=self.settings.router.session_idle_s)
+            except BusError as e:
+                log.warning("the sessions' bucket is not there", error=e.message)
+                await asyncio.sleep(self.settings.mesh.heartbeat_s)
+            else:
+                self._writer.bucket = self._sessions
+                return
 
     def _on_route(self, message: Message) -> None:
         try:

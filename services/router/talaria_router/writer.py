@@ -29,7 +29,8 @@ class SessionWriter:
     """
 
     def __init__(self, record: Callable[[str], SessionRecord | None], ours: Callable[[str], bool]) -> None:
-        self._bucket: KvBucket
+        self.bucket: KvBucket
+        """Where to; may be opened anew."""
         self._record = record
         self._ours = ours
         self._dirty: dict[str, None] = {}
@@ -45,7 +46,7 @@ class SessionWriter:
 
     async def run(self, bucket: KvBucket) -> None:
         """Write to `talaria_sessions` until cancelled."""
-        self._bucket = bucket
+        self.bucket = bucket
         while True:
             self._recent.clear()
             for _ in range(SAME_KEY_ROUNDS):
@@ -91,9 +92,9 @@ class SessionWriter:
     async def _put(self, key: str, record: SessionRecord | None) -> bool:
         try:
             if record is None:
-                await self._bucket.delete(key)
+                await self.bucket.delete(key)
             else:
-                await self._bucket.put(key, encode(record))
+                await self.bucket.put(key, encode(record))
         except BusError as e:
             log.debug("session not written", key=key, error=e.message)
             return False
