@@ -39,3 +39,17 @@ async def test_a_heartbeat_without_an_answer_does_not_hold_up_the_next_ones(monk
         assert after.revision > before.revision
     finally:
         await shell.close()
+
+
+async def test_a_router_whose_claims_have_died_ends(monkeypatch: pytest.MonkeyPatch):
+    shell = await router(MemoryHub().connect(), config())
+    try:
+        await until(lambda: shell.core.state.owned)
+
+        def broken(now: float) -> list[object]:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(shell.claims.ownership, "tick", broken)
+        await asyncio.wait_for(shell.failed.wait(), 10)
+    finally:
+        await shell.close()

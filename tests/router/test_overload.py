@@ -176,7 +176,6 @@ class TestTenants:
         rig.do(Ask(rig.request("m1", tenant="modest"), "waiter"))
         assert rig.refused("m2", tenant="modest").reason == "overloaded", "half of the queue is its share"
 
-
     def test_who_had_to_make_room_in_the_same_tick_is_not_looked_for_again(self):
         """After a stand-still: a call whose record did not come takes the place of one whose api asks no more."""
         rig = full(overload="queue", queue_max=2)

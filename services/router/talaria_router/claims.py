@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import structlog
@@ -45,6 +45,8 @@ class Hooks(NamedTuple):
     """A partition came or went."""
     hand_over: Callable[[int], Awaitable[None]]
     """Write out what a partition's sessions still owe: it is ours no more, and about to be released."""
+    ended: Callable[[asyncio.Task[Any]], None]
+    """A task of the claims has ended; with an exception, the router must not live on by half."""
 
 
 class Claims:
@@ -69,19 +71,17 @@ class Claims:
         self.superseded: asyncio.Event = asyncio.Event()
         """Set when a younger process took our name: the process must end."""
         self._writes = asyncio.Semaphore(WRITES_AT_ONCE)
-        self._tasks: list[asyncio.Task[Any]] = []
-        self._writing: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         """Begin; partitions come as they are claimed. Raises BusError."""
         self._bucket = await self._open()
-        works = (every(self._heartbeat_s, self._beat), self._watch(), every(self._heartbeat_s / 5, self._tick))
-        self._tasks = [asyncio.ensure_future(work) for work in works]
+        for work in (every(self._heartbeat_s, self._beat), self._watch(), every(self._heartbeat_s / 5, self._tick)):
+            self._spawn(work)
 
     async def stop(self) -> None:
         """Change nothing any more; what is ours stays ours until `leave`, or until we are missed."""
-        await end([*self._tasks, *self._writing])
-        self._tasks = []
+        await end(list(self._tasks))
 
     async def leave(self) -> None:
         """Give everything back, so that others need not wait for us to be missed. Errors do not matter."""
@@ -93,7 +93,13 @@ class Claims:
     def connected(self) -> None:
         """The bus is there again: what we believe to be ours may have been lost with the server's store."""
         self.ownership.forgive(self._clock.now())
-        self._tasks.append(asyncio.ensure_future(self._verify()))
+        self._spawn(self._verify())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._hooks.ended)
 
     async def _verify(self) -> None:
         try:
@@ -141,10 +147,7 @@ class Claims:
                 log.error("another process runs under this router's name", epoch=effect.epoch)
                 self.superseded.set()
             else:
-                work = self._claim(effect) if isinstance(effect, TryClaim) else self._release(effect)
-                task = asyncio.ensure_future(work)
-                self._writing.add(task)
-                task.add_done_callback(self._writing.discard)
+                self._spawn(self._claim(effect) if isinstance(effect, TryClaim) else self._release(effect))
 
     async def _claim(self, effect: TryClaim) -> None:
         key, value = partition_key(effect.partition), self.ownership.claim(effect)

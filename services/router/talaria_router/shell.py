@@ -97,7 +97,7 @@ class RouterShell:
         self._reads = asyncio.Semaphore(READS_AT_ONCE)
         self._sessions: KvBucket
         self._writer = SessionWriter(self.core.record, self._ours)
-        hooks = Hooks(self._owns, self._writer.hand_over)
+        hooks = Hooks(self._owns, self._writer.hand_over, self._done)
         self.claims = Claims(lambda: bus.kv(subjects.KV_PARTITIONS), settings, clock, epoch, hooks)
         """This router's partitions."""
 
