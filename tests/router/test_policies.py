@@ -43,7 +43,7 @@ def test_one_instance_is_chosen_by_all(policy: str):
 @pytest.mark.parametrize(
     ("policy", "goes_to"),
     [
-        ("talaria", "b"),  # a: switch 500 + restore; b: 90 recomputed, active; c: nothing held
+        ("talaria", "b"),  # a: switch 500 + restore; b: 90 recomputed, active; c: switch 500, 90 recomputed
         ("model-residency", "b"),
         ("locality", "b"),
         ("prompt-prefix", "a"),
@@ -55,7 +55,7 @@ def test_one_instance_is_chosen_by_all(policy: str):
 def test_kv_on_a_that_must_switch_against_a_busier_one_that_need_not(policy: str, goes_to: str):
     a = model(state="host", restore_ms_per_token=0.1, running=1)
     b = model(running=2)
-    c = model(state="cold")
+    c = model(state="host")
     assert returned(policy, a, b, c) == goes_to
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from talaria_common.ids import partition_of
+from talaria_common.wire import Placement
 from talaria_router.messages import Control, Controlled, Effect, Gained, Lost
 from talaria_router.replicas import leader
 from tests.router.rig import M, Rig, model, only, outcome, seen
@@ -107,10 +108,33 @@ class TestOpening:
         rig.view(rig.snapshot("a", (model(state="failed"),)), rig.snapshot("b"))
         assert [p.placement.iid for p in rig.state.calls._placed.values()] == ["b"]
 
-    def test_the_comparison_policies_open_by_placing(self):
+    def test_the_comparison_policies_open_what_nobody_has_open(self):
         rig = cold_pool(policy="least-pressure")
-        assert rig.placed().iid == "a"
-        assert said(rig) == []
+        assert rig.ask() is None
+        assert said(rig) == [("a", "open")]
+        rig.do(Controlled(Control("a", "open", M), ok=False))
+        assert said(rig) == [("a", "open"), ("b", "open")], "one that refused is not asked again and again"
+
+    def test_who_waits_for_an_opening_that_failed_is_told(self):
+        rig = Rig()
+        rig.view(rig.snapshot("a", (model(state="cold"),)), full=True)
+        assert rig.ask() is None
+        rig.view(rig.snapshot("a", (model(state="loading"),)))
+        effects = rig.view(rig.snapshot("a", (model(state="failed"),)))
+        verdict = outcome(effects)
+        assert verdict is not None
+        assert (verdict.reason, verdict.error.message) == (
+            rig.refused("next").reason,
+            rig.refused("third").error.message,
+        )
+        assert not rig.state.waiting
+
+    def test_who_waits_for_it_elsewhere_goes_on_waiting(self):
+        rig = Rig()
+        rig.view(rig.snapshot("a", (model(state="cold"),)), rig.snapshot("b", status="starting"), full=True)
+        assert rig.ask() is None
+        assert outcome(rig.view(rig.snapshot("a", (model(state="failed"),)))) is None
+        assert isinstance(outcome(rig.view(rig.snapshot("b"))), Placement)
 
 
 class TestClosing:

@@ -124,6 +124,10 @@ def room(turn: Turn) -> None:
         elif placing.settle(turn, w.case, ranking, "none"):
             del state.waiting[request.rid]
             continue
+        elif w.why == "open" and (verdict := placing.never(turn, w.case, ranking)) is not None:
+            del state.waiting[request.rid]
+            placing.refuse(turn, w.case, verdict, ranking=ranking)
+            continue
         hope = _hope(turn, w.case)
         queue = {rid: q for rid, q in queue.items() if _hope(turn, q.case) != hope}
 
@@ -139,7 +143,7 @@ def _opens(turn: Turn, model: str, ranking: Ranking) -> bool:
         return False
     if best.state == "loading":
         return True  # it would refuse the call still
-    if best.state != "cold" or not state.policy.eq2:
+    if best.state != "cold":
         return False
     control = state.replicas.open(best.iid, model, turn.now)
     if control is not None:

@@ -127,8 +127,7 @@ def ticked(turn: Turn) -> None:
     follow = state.cluster.watch(now)
     if follow is not None:
         turn.out.append(Follow(follow))
-    if state.policy.eq2:
-        _replicas(turn)
+    _replicas(turn)
     asking.room(turn)
     asking.heartbeat(turn)
     state.ranker.boards.settle(viewed=False)
@@ -144,7 +143,8 @@ def controlled(turn: Turn, message: Controlled) -> None:
 
 def _replicas(turn: Turn) -> None:
     state = turn.state
-    for control in state.replicas.look(turn.now, state.demand, lambda model: leader(model) in state.owned):
+    closes = state.policy.eq2
+    for control in state.replicas.look(turn.now, state.demand, lambda model: closes and leader(model) in state.owned):
         state.counts.commands[control.verb] += 1
         turn.out.append(control)
 

@@ -162,6 +162,13 @@ def refusal(turn: Turn, case: Case, ranking: Ranking) -> Verdict | None:
     return None if ranking.refused else verdicts.no_instance(model, ranking.reasons)
 
 
+def never(turn: Turn, case: Case, ranking: Ranking) -> Verdict | None:
+    """Why a call that waits for its model to be opened waits in vain: that failed, and nobody else may have it soon."""
+    if not ranking.reasons["failed_model"] or any(ranking.reasons[reason] for reason in PASSING):
+        return None
+    return refusal(turn, case, ranking)
+
+
 def may_pass(turn: Turn, case: Case, ranking: Ranking) -> bool:
     """Whether somebody who cannot take the call now may be able to soon, and it has not waited long enough for that."""
     config, request = turn.state.config, case.ask.request

@@ -146,10 +146,7 @@ class Ranker:
             if self._policy.eq2:
                 self._worth_opening(scan, board, now, demand(call.model, now))
             else:
-                for _, _, iid in board.fresh:
-                    candidate = scan.take(board.places[iid])
-                    if candidate is not None:
-                        scan.admitted.append(candidate)
+                self._may_be_opened(scan, board, now)
         result = scan.result
         if not self._policy.by_cost:
             scan.admitted.sort(key=lambda c: c.iid)
@@ -188,6 +185,17 @@ class Ranker:
                 scan.take(board.places[iid])
             if many > EVENT_CANDIDATES:
                 scan.result.rule_out(reason, many - EVENT_CANDIDATES)
+
+    def _may_be_opened(self, scan: _Scan, board: Board, now: float) -> None:
+        """Those that would have to open the model, for policies that do not ask what that is worth."""
+        for _, _, iid in board.fresh:
+            candidate = scan.take(board.places[iid])
+            if candidate is None:
+                continue
+            if self._replicas.may_open(iid, scan.call.model, now, held=False):
+                scan.admitted.append(candidate)
+            else:
+                scan.result.refuse(candidate, "replica")
 
     def _worth_opening(self, scan: _Scan, board: Board, now: float, demand: Demand) -> None:
         """Those that would have to open the model: the cheapest few must be worth it (Eq. 2)."""
