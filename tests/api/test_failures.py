@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, InternalServerError
 
-from talaria_api import endpoint, sinks
+from talaria_api import endpoint, protocol, sinks
 from talaria_common.bus import MemoryBus, MemoryHub, NatsBus
 from talaria_common.bus.interface import Bus
 from talaria_common.wire import Cancel
@@ -373,17 +373,19 @@ async def test_a_slow_reader_is_cut_and_holds_up_nobody(connect: Connect) -> Non
             await until(lambda: not e.server.server_state.tasks)  # the connection went, with what was not read
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("size", [6 << 20, 3 << 20], ids=["long", "in one write"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_who_never_reads_the_end_of_an_answer_loses_the_connection(
-    connect: Connect, stream: bool, monkeypatch: pytest.MonkeyPatch
+    connect: Connect, stream: bool, size: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call has ended well, so neither its deadline nor its instance minds any more."""
-    monkeypatch.setattr(sinks, "READ_WITHIN_S", 0.5)
-    monkeypatch.setattr(endpoint, "READ_WITHIN_S", 0.5)
+    for module in (sinks, endpoint, protocol):
+        monkeypatch.setattr(module, "READ_WITHIN_S", 0.5)
 
     async def long(held: Held) -> None:
         await held.accept()
-        await held.delta("x" * (6 << 20))
+        await held.delta("x" * size)
         await held.final("the end")
 
     async with edge(connect, long) as e:
@@ -391,9 +393,10 @@ async def test_who_never_reads_the_end_of_an_answer_loses_the_connection(
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             await asyncio.to_thread(s.connect, ("127.0.0.1", int(e.url.rpartition(":")[2])))
-            s.sendall(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(raw)) + raw)
+            head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % (CHAT.encode(), len(raw))
+            s.sendall(head + (b"" if kept else b"connection: close\r\n") + b"\r\n" + raw)
             await asyncio.wait_for(e.instance.took.wait(), 5)
-            await until(lambda: not e.server.server_state.tasks)
+            await until(lambda: not e.server.server_state.connections and not e.server.server_state.tasks)
             assert not e.instance.held[0].cancelled.done()
 
 

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from talaria_api import errors
 from talaria_api.errors import Header, HeadersTimeoutError, HeadersTooLargeError
+from talaria_api.sinks import READ_WITHIN_S
 from talaria_common.errors import BadRequestError, TalariaError
 
 EDGE = "talaria.edge"
@@ -35,6 +36,8 @@ class EdgeProtocol(HttpToolsProtocol):
     """Of the headers that are not whole yet; 0 while none are awaited."""
     _head_timer: asyncio.TimerHandle | None = None
     _in_head = False
+    _unread_timer: asyncio.TimerHandle | None = None
+    """Runs while the client has not read all of an answer that is complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn's own narrowing
         """A client has connected."""
@@ -68,6 +71,9 @@ class EdgeProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
+        if self._unread_timer is not None and not self.transport.get_write_buffer_size():
+            self._unread_timer.cancel()
+            self._unread_timer = None
         self._in_head = True
         self.scope["extensions"] = {EDGE: self}  # type: ignore[dict-item] # the object itself, not a dict
 
@@ -84,11 +90,23 @@ class EdgeProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
             cycle.message_event.set()
 
+    def on_response_complete(self) -> None:
+        """The answer is written, which does not say that it is read: a closing connection, too, waits for that."""
+        super().on_response_complete()
+        if self._unread_timer is None and self.transport.get_write_buffer_size():
+            self._unread_timer = self.loop.call_later(READ_WITHIN_S, self._unread)
+
+    def _unread(self) -> None:
+        self._unread_timer = None
+        if self.transport.get_write_buffer_size():
+            self.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
         super().connection_lost(exc)
-        if self._head_timer is not None:
-            self._head_timer.cancel()
+        for timer in (self._head_timer, self._unread_timer):
+            if timer is not None:
+                timer.cancel()
         if self._gone is not None:
             self._gone()
 
