@@ -32,7 +32,6 @@ CONCURRENT = 6
 """Sessions at a time: what the paper's own figures leave room for (30 sessions, p50 189 s and p95 867 s of 1632 s)."""
 ISSUES, QUICK_ISSUES = 10, 4
 CALLS, QUICK_CALLS = 6, 3
-SINGLE_CALLS = 3
 CHECKED = 6
 """Calls per model that are compared with the reference whatever the configurations say."""
 CHECKED_DIFFERENT = 12
@@ -107,13 +106,9 @@ def tokens_figures(
     }
 
 
-def of_one_model(calls: Sequence[Call], per_session: int) -> list[Call]:
-    """The first calls of the first model's sessions, told apart from the same ones of the other replay."""
-    return [
-        msgspec.structs.replace(c, session=f"single-{c.session}")
-        for c in calls
-        if c.model == models.NAMES[0] and c.call < per_session
-    ]
+def of_one_model(calls: Sequence[Call]) -> list[Call]:
+    """The first model's sessions."""
+    return [c for c in calls if c.model == models.NAMES[0]]
 
 
 def main() -> int:
@@ -155,9 +150,7 @@ def main() -> int:
         how = scale.of(profiles, sessions.median_prefix(calls))
         print(f"ablation: {how}", flush=True)
         fitting, cut = sessions.scaled(calls, how.prompts, how.answers, CONTEXT)
-        replays = {SINGLE: of_one_model(fitting, CONTEXT if args.single else SINGLE_CALLS)}
-        if not args.single:
-            replays[MAIN] = fitting
+        replays = {SINGLE: of_one_model(fitting)} if args.single else {MAIN: fitting}
         job = msgspec.structs.replace(
             job,
             scale=how.time,
