@@ -82,6 +82,14 @@ class BusSettings(_Section):
     events_max_age_s: float = Field(86400.0, gt=0, description="age at which events leave the stream, in seconds")
     events_max_bytes: int = Field(256 << 20, ge=1 << 20, description="size of the event stream; the oldest leave first")
 
+    @model_validator(mode="after")
+    def _users_have_passwords(self) -> BusSettings:
+        if bool(self.user) != bool(self.password):
+            raise ValueError("user and password go together")
+        if self.tap_password and not self.user:
+            raise ValueError("tap_password needs a user with a password: without one everybody may do everything")
+        return self
+
 
 class ApiKey(_Section):
     """An API key, stored hashed (`talaria key NAME` makes one)."""

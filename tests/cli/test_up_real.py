@@ -37,6 +37,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     file = directory / "talaria.toml"
     file.write_text(
         f'[api]\nport = {taken["api"]}\n[bus]\nurl = "nats://127.0.0.1:{taken["bus"]}"\n'
+        'user = "mesh"\npassword = "of-the-mesh"\ntap_password = "of-the-tap"\n'
         f"[mesh.metrics_ports]\nrouter-0 = {taken['router']}\ntelemetry-0 = {taken['telemetry']}\n"
         f"cold-0 = {taken['cold']}\n"
         '[models.model-a]\nsource = "tiny-qwen3"\n[models.model-b]\nsource = "tiny-qwen3"\n'
@@ -87,12 +88,22 @@ def test_status_knows_parts_instances_and_models(mesh: Up) -> None:
     assert "cold-0" in talaria(mesh, "status").stdout
 
 
-def test_tap_shows_a_call_on_its_way_and_changes_nothing(mesh: Up) -> None:
+def test_passwords_are_readable_by_nobody_else(mesh: Up) -> None:
+    conf = mesh.state / "nats-server.conf"
+    assert "of-the-tap" in conf.read_text()
+    assert conf.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "who", [{}, {"TALARIA_BUS__USER": "tap", "TALARIA_BUS__PASSWORD": "of-the-tap"}], ids=["mesh", "tap"]
+)
+def test_tap_shows_a_call_on_its_way_and_changes_nothing(mesh: Up, who: dict[str, str]) -> None:
     tap = subprocess.Popen(
         [sys.executable, "-m", "talaria_cli.main", "tap", "--json", "--state-dir", str(mesh.state)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | who,
     )
     try:
         assert tap.stderr is not None

@@ -66,6 +66,9 @@ def test_the_defaults_are_those_of_the_design():
         ({"instances": [{"id": "i", "pool": "hot", "models": ["m"], "open": ["m"]}]}, ["instances.0", "cold"]),
         ({"instances": [{"id": "i", "models": ["m"], "device": "gpu"}]}, ["instances.0.device", "'gpu'", "cuda"]),
         ({"auth": {"keys": [{"sha256": "12", "tenant": "t"}]}}, ["auth.keys.0.sha256", "'12'", "64"]),
+        ({"bus": {"user": "mesh"}}, ["bus", "user and password"]),
+        ({"bus": {"password": "x"}}, ["bus", "user and password"]),
+        ({"bus": {"tap_password": "x"}}, ["bus", "tap_password needs a user"]),
         ({"nonsense": {}}, ["nonsense", "unknown key"]),
     ],
 )
@@ -98,7 +101,8 @@ def test_all_mistakes_are_named_at_once():
     ],
 )
 def test_a_variable_overrides_its_key(variable: str, text: str, path: str, value: Any):
-    at: Any = parse(overlay(base(), {variable: text}))
+    with_user = base(bus={"user": "u", "password": "p"}) if "PASSWORD" in variable else base()
+    at: Any = parse(overlay(with_user, {variable: text}))
     for part in path.split("."):
         at = at[int(part)] if part.isdigit() else at[part] if isinstance(at, dict) else getattr(at, part)
     assert at == value

