@@ -114,6 +114,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens whose KV came back from host for this step's calls."""
     restore_ms: float = 0.0
     """What that took of `wall_ms`."""
+    half: str = ""
+    """The call whose prompt is prefilled in part after this step, and goes on in a later one; "" if there is none."""
 
 
 class PrefixState(NamedTuple):

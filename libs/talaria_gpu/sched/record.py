@@ -98,11 +98,7 @@ def forget(now: float, state: State, rid: str, *, dropped: bool = False) -> None
     state.fresh.discard(rid)
     if slot is None or model != slot.model:
         return
-    slot.invested_ms.pop(rid, None)
-    for each in (slot.committed, slot.late, slot.carried):
-        each.discard(rid)
-    if slot.owed == rid:
-        slot.owed = None
+    slot.left(rid)
     slot.unsettled = slot.unsettled or dropped
     if not queue:
         slot.tick(now)

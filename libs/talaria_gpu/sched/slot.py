@@ -70,6 +70,8 @@ class Slot:
     """Prefill of the calls that run, since P began: what a switch that keeps no KV would throw away."""
     pending_ms: float = 0.0
     """Prefill of a prompt that takes several steps and has not started to decode."""
+    half: str = ""
+    """That prompt's call, as the last step told."""
 
     def restart(self, now: float, owed: str | None) -> None:
         """P begins anew, the slot's report goes on."""
@@ -103,6 +105,16 @@ class Slot:
         """P is over: the continuations among what waits may enter by SP."""
         self.carried = {call.rid for call in waiting if call.is_continuation and call.rid not in self.late}
 
+    def left(self, rid: str) -> None:
+        """A call is over, or gone: nothing is owed to it any more, and no decode has to earn its prefill."""
+        self.invested_ms.pop(rid, None)
+        for each in (self.committed, self.late, self.carried):
+            each.discard(rid)
+        if self.owed == rid:
+            self.owed = None
+        if self.half == rid:
+            self.half, self.pending_ms = "", 0.0
+
     # --- steps
 
     def stepped(
@@ -125,6 +137,8 @@ class Slot:
         """
         counts, began = self.counts, list(started)
         self.stuck, self.unsettled = result.kind == "idle", False
+        if result.kind != "idle":
+            self.half = result.half
         for rid in back:
             self.invested_ms.pop(rid, None)
         counts.admitted += len(began)
@@ -156,7 +170,7 @@ class Slot:
         self.boundary = True
         # A decode though a batch was admitted: the device has no room for it now, or its prefix is still coming. Only
         # that, and what is owed, is asked for again; half a prompt that pauses has its place already.
-        if self.owed in self.committed and self.owed not in restoring and not self.pending_ms:
+        if self.owed in self.committed and self.owed not in restoring and self.owed != self.half:
             self.refused = True
         kept = {rid for rid in self.committed if rid == self.owed or rid in restoring}
         if not kept and (self.committed or self.plan is None):

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from talaria_common.errors import DeadlineError, EngineError, OverloadedError, UnavailableError
+from talaria_common.errors import (
+    DeadlineError,
+    EngineError,
+    ModelNotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
 from talaria_common.wire.error import from_info
 from talaria_gpu.engine.contract import StepResult, StepTokens, join_steps
 from talaria_gpu.engine.ipc import (
@@ -139,6 +145,9 @@ class Reports:
         call = self._ledger.in_engine(report.rid)
         if call is not None:
             error = from_info(report.error)
+            if isinstance(error, ModelNotFoundError):
+                # It was open when the call was sent to the engine, and was closed there before it came.
+                error = UnavailableError(f"{call.head.model} is not open here any more")
             elsewhere = isinstance(error, UnavailableError | OverloadedError)
             self._ledger.fail(now, call, error, retryable=elsewhere, tell=False)
 

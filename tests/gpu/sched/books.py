@@ -174,7 +174,7 @@ class Books:
             return
         slot.ended += 1
         slot.invested.pop(rid, None)
-        if not toy.has_work(slot.model):
+        if not toy.has_work(slot.model) or rid == toy.told_half:
             slot.pending_ms = 0.0
             slot.idle = slot.idle or not toy.others_wait()
 

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from talaria_gpu.engine.contract import StepResult
 from talaria_gpu.sched.ablation import NAMES, Ablation, Name
 from talaria_gpu.sched.config import SlotConfig
 from talaria_gpu.sched.messages import Turn
+from talaria_gpu.sched.plan import SlotPlan
+from talaria_gpu.sched.slot import Slot
 from tests.gpu.sched.toy import Job, Toy
 
 MODELS = ("a", "b", "c")
@@ -268,6 +271,21 @@ def test_a_slow_prefill_earns_as_much_decode_before_it_is_thrown_away() -> None:
     for over in cut:
         assert over.decodes * DECODE >= over.p_ms + over.sp_ms - 1e-6
     assert len(toy.switches) <= 10
+
+
+def test_who_leaves_half_prefilled_leaves_nothing_to_be_earned() -> None:
+    """20 s into a prompt its client goes: no decode has to pay for that, and the slot has the room again."""
+    slot = Slot("a", opened=0.0, plan=SlotPlan("a", 30_000.0, 10, 100.0), end=30.0, mark=0.0)
+    slot.stepped(0.1, StepResult(kind="prefill", wall_ms=100.0), started=["runs"])
+    for n in range(20):
+        slot.stepped(1.1 + n, StepResult(kind="prefill", wall_ms=1000.0, half="long"))
+    room_ms = slot.room_ms(20.1, 10.0, lossy=True)
+    assert slot.lost_ms == 20_100
+    slot.left("short")
+    assert slot.lost_ms == 20_100
+    slot.left("long")
+    assert slot.lost_ms == 100
+    assert slot.room_ms(20.1, 10.0, lossy=True) == room_ms + 20_000
 
 
 def test_infeasible_targets_are_reported_in_every_slot() -> None:

@@ -100,6 +100,8 @@ class Toy:
         self.left: dict[str, int] = {}
         self.half: dict[str, int] = {}
         """Rid -> tokens still to be prefilled of a half done prompt."""
+        self.told_half = ""
+        """The one that the last step told of."""
         self.arrived_in: dict[str, int] = {}
         """Rid -> number of the slot that was open for its model when it came."""
         self.told: dict[str, PrefixState] = {}
@@ -271,7 +273,10 @@ class Toy:
             self.in_vain += bool(admit)
         self.rules.stepped(phase, admit or frozenset(), kind, took, ready)
         self.started |= set(ready)
-        result = StepResult(kind=kind, tokens=tokens, prefilled_tokens=fresh, wall_ms=took)  # type: ignore[arg-type]
+        self.told_half = next(reversed(self.half), "")
+        result = StepResult(  # type: ignore[arg-type]
+            kind=kind, tokens=tokens, prefilled_tokens=fresh, wall_ms=took, half=self.told_half
+        )
         assert self.core.handle(self.now, Stepped(model, result, list(self.wait[model]))) == []
         for t in tokens:
             if t.finished:

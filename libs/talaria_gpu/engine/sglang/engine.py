@@ -233,6 +233,7 @@ class SglangEngine:
                 first, repeated = entry.account.extend(start, length)
                 fresh, again = fresh + first, again + repeated
         restored, restore_ms = model.residence.take_restored()
+        half = model.calls.get(model.scheduler.chunked_req.rid) if model.scheduler.chunked_req is not None else None
         return StepResult(
             kind=ran.kind,
             tokens=self._news(model, ran.requests),
@@ -241,6 +242,7 @@ class SglangEngine:
             batch=len(ran.requests),
             restored_tokens=restored,
             restore_ms=restore_ms if restored else 0.0,
+            half="" if half is None else half.call.rid,
             wall_ms=(time.perf_counter() - started) * 1e3,
         )
 

@@ -420,4 +420,5 @@ class SimEngine:
             steps=flight.steps,
             restored_tokens=restored,
             restore_ms=waited_ms if restored else 0.0,
+            half="" if pool.half is None else pool.half.call.rid,
         )
