@@ -339,6 +339,13 @@ def test_a_refusal_of_the_engine(rig, key):
     assert (rig.frames[key][0].error.code, rig.frames[key][0].retryable) == ("overloaded", True)
 
 
+def test_a_model_that_was_closed_under_a_call_is_asked_for_elsewhere(rig, key):
+    """Its switch failed while the call was on its way to the engine: other instances may have it."""
+    rig.forward(key.rid)
+    rig.said(Refused(rid=key.engine_rid, error=info_of(ModelNotFoundError("m is not open here"))))
+    assert (rig.frames[key][0].error.code, rig.frames[key][0].retryable) == ("unavailable", True)
+
+
 def test_an_owner_revision_from_the_future_fences_nobody(rig, build):
     reply = rig.forward(build.rid(1), rev=2**53)
     assert (reply.accepted, reply.retryable, reply.error.code) == (False, False, "invalid_request")

@@ -17,7 +17,7 @@ from talaria_gpu.weights.files import ImageFile
 Place = Literal["host", "loading", "disk"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     size: int
     image: torch.Tensor | None
@@ -131,6 +131,11 @@ class WeightStore:
         if entry is None:
             return
         entry.dropped = True
+        # What has not begun need not: it stands behind other models' gigabytes, and this is the engine's thread.
+        if entry.writing is not None and entry.writing.cancel():
+            entry.writing = None
+        if entry.loading is not None and entry.loading.cancel():
+            entry.loading = None
         self._finish(entry)
         self._written(entry)
         self._free(entry)
@@ -152,21 +157,30 @@ class WeightStore:
         """
         if self._capacity is None:
             return True
+        failed: list[_Entry] = []
+        failure: EngineError | None = None
         while self.host_bytes + size > self._capacity:
-            idle = [e for e in self._entries.values() if e.image is not None and not e.pins]
+            idle = [e for e in self._entries.values() if e.image is not None and not e.pins and e not in failed]
             idle = [e for e in idle if patient or not e.unwritable]
             reading = [e for e in self._entries.values() if e.loading is not None]
             if not idle and reading and patient:
                 self._finish(reading[0])
                 continue
+            if not idle and failure is not None:
+                raise failure
             if not idle:
                 raise EngineError(
                     f"the host image of {name} ({size} B) does not fit: {self.host_bytes} B of {self._capacity} B are "
                     "in use by models that are active, next or being read. Set host_weights_mib to at least "
                     f"{-(-(self.host_bytes + size) // (1 << 20))}"
                 )
-            if not self._evict(min(idle, key=lambda e: e.used), patient=patient):
-                return False
+            entry = min(idle, key=lambda e: (e.unwritable and e.file is None, e.used))
+            try:
+                if not self._evict(entry, patient=patient):
+                    return False
+            except EngineError as e:  # the disk is full, say: others may have their files already
+                failure = e
+                failed.append(entry)
         return True
 
     def _evict(self, entry: _Entry, *, patient: bool) -> bool:
@@ -222,6 +236,7 @@ class WeightStore:
             self.stats.loads += 1
             self.stats.loaded_bytes += entry.size
             entry.used = next(self._serial)
+            entry.broken = False
         except (EngineError, OSError, RuntimeError) as e:  # RuntimeError: what torch raises without more memory
             self.stats.failures.append(str(e))
             entry.broken = True

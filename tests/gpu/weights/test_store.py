@@ -139,6 +139,35 @@ def test_a_full_disk_is_tried_once_in_the_background_and_again_when_it_has_to_be
     assert torch.equal(store.acquire("a"), image(0))
 
 
+def test_on_a_full_disk_an_image_that_has_its_file_makes_room(store, monkeypatch):
+    for seed, name in enumerate("abc"):
+        put(store, name, seed)
+    store.acquire("a")  # b is written for it
+    store.release("a")
+
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stores, "ImageFile", full)
+    assert torch.equal(store.acquire("b"), image(1))
+    assert [store.place(n) for n in "abc"] == ["disk", "host", "host"], "c, the oldest, could not go"
+
+
+def test_a_model_is_dropped_at_once_though_the_disk_is_busy_with_another(store, slow_disk):
+    go, writers = slow_disk
+    go.set()
+    for seed, name in enumerate("abc"):
+        put(store, name, seed)
+    go.clear()
+    store.prefetch("a")  # b is being written for it
+    store._evict(store._entries["c"], patient=False)  # c's write stands behind that
+    store.drop("c")
+    assert not store._entries["b"].writing.done()
+    go.set()
+    disk_is_quiet(store)
+    assert len(writers) == 2, "c was never written"
+
+
 @pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), EngineError("page-locked")])
 def test_no_memory_for_an_image_is_a_failed_load(store, monkeypatch, error):
     for seed, name in enumerate("abc"):
@@ -153,6 +182,14 @@ def test_no_memory_for_an_image_is_a_failed_load(store, monkeypatch, error):
             store.acquire("a")
         assert store.place("a") == "disk"
     assert torch.equal(store.acquire("a"), image(0))
+    store.release("a")
+    for name in "bc":  # and a goes to disk again
+        store.acquire(name)
+        store.release(name)
+    assert store.place("a") == "disk"
+    store.prefetch("a")
+    disk_is_quiet(store)
+    assert store.prefetch("a"), "and is read in the background again"
 
 
 def test_more_memory_than_there_is_is_refused():
