@@ -18,6 +18,7 @@ from talaria_gpu.engine.contract import (
     Engine,
     EngineCall,
     ModelInfo,
+    Staged,
     StepResult,
     StepTokens,
     SwitchFailedError,
@@ -241,7 +242,7 @@ class SlotDriver:
             restore_ms_per_token=estimates.restore_ms_per_token,
             staging_slack_bytes=self._engine.staging_slack_bytes,
             staged=staged,
-            switch_now_ms=estimates.switch_now_ms({staged.model: staged.bytes}),
+            switch_now_ms=estimates.switch_now_ms(self._staged_share(staged)),
             at_risk=self._scheduler.at_risk(now),
             round_planned_ms=plan.round_ms if plan else 0.0,
             infeasible=",".join(plan.infeasible) if plan else "",
@@ -249,6 +250,10 @@ class SlotDriver:
             engine_ms=self._engine_s * 1000,
             host_kv=self._engine.host_kv,
         )
+
+    def _staged_share(self, staged: Staged) -> dict[str, float]:
+        info = self._engine.models().get(staged.model) if staged.model else None
+        return {staged.model: staged.bytes / info.weight_bytes} if info is not None and info.weight_bytes else {}
 
     def close(self) -> None:
         """Release the engine."""

@@ -97,7 +97,7 @@ class Line:
         """Milliseconds per token of a step of typical size, overhead included; 0: unknown."""
         return self.at(TYPICAL_TOKENS) / TYPICAL_TOKENS
 
-    def at(self, tokens: int) -> float:
+    def at(self, tokens: float) -> float:
         """Predicted ms of a step with so many tokens; 0: unknown."""
         if not self._n:
             return 0.0
@@ -169,9 +169,12 @@ class Estimates:
         line = self._reload.get(model)
         return line.at(self._weights[model]) - line.at(0) if line else 0.0
 
-    def switch_now_ms(self, staged_bytes: Mapping[str, int]) -> dict[str, float]:
-        """A switch to each model that had one, of whose weights so many bytes are staged, and the rest is loaded."""
-        left = {m: max(0, weights - staged_bytes.get(m, 0)) for m, weights in self._weights.items()}
+    def switch_now_ms(self, staged: Mapping[str, float]) -> dict[str, float]:
+        """A switch to each model that had one, of whose weights so large a share (0..1) is staged, the rest loaded.
+
+        A share, since a switch's bytes are those of all ranks, and what is staged is told of one.
+        """
+        left = {m: weights * (1.0 - min(1.0, staged.get(m, 0.0))) for m, weights in self._weights.items()}
         return {m: max(LEAST_SWITCH_MS, line.at(left[m])) for m, line in self._reload.items()}
 
     # --- as reported

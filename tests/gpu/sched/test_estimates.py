@@ -47,6 +47,6 @@ def test_a_switch_now_costs_what_is_not_staged() -> None:
     for loaded in (1000, 0, 500):
         estimates.switch("m", 10 + loaded / 10, loaded_bytes=loaded, weight_bytes=1000)
     assert estimates.switch_now_ms({})["m"] == pytest.approx(110, rel=0.01)
-    assert estimates.switch_now_ms({"m": 800})["m"] == pytest.approx(30, rel=0.01)
+    assert estimates.switch_now_ms({"m": 0.8})["m"] == pytest.approx(30, rel=0.01)
     estimates.switch("alike", 50.0, loaded_bytes=1000, weight_bytes=1000)
-    assert estimates.switch_now_ms({"alike": 1000})["alike"] > 0, "0 would say that nothing is known"
+    assert estimates.switch_now_ms({"alike": 1.0})["alike"] > 0, "0 would say that nothing is known"

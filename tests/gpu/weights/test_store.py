@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -104,12 +105,14 @@ def test_nobody_waits_while_an_image_is_written_and_it_stays_until_it_has_been(s
 
 
 def test_an_image_that_is_dropped_while_it_is_written_leaves_nothing(store, slow_disk, monkeypatch):
-    go, _ = slow_disk
+    go, writers = slow_disk
     go.set()
     for seed, name in enumerate("abc"):
         put(store, name, seed)
     go.clear()
     assert not store.prefetch("a")
+    while len(writers) < 2:
+        time.sleep(0.001)  # b's write has begun
     closed, close = [], ImageFile.close
     monkeypatch.setattr(ImageFile, "close", lambda file: (closed.append(True), close(file)))
     threading.Timer(0.05, go.set).start()
