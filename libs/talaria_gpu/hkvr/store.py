@@ -187,7 +187,8 @@ class HostKv:
         self.registry.counts.disagreed += not unanimous
         if agreed == len(found.keys):
             return found
-        self.registry.drop(found.all_blocks[agreed])
+        # Of a hybrid only the state: the KV before it may be other sessions', and another rank may have all of it.
+        self.registry.drop(found.states[0] if found.states else found.all_blocks[agreed])
         blocks = () if found.states else found.blocks[:agreed]
         return Found(blocks[-1].end_tokens, blocks) if blocks else Found()
 

@@ -96,7 +96,7 @@ def drops_what_only_it_has(ranks: GlooRanks, store: HostKv, device: FakeDevice) 
 
 
 def has_another_state(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:
-    """Rank 1 lacks the last part of a hybrid's state: neither has a use for the rest, nor for its own part."""
+    """Rank 1 lacks the last part of a hybrid's state: neither has a use for the other. The KV stays, for other states."""
     kv = FakeDevice(descriptor("hybrid", complete=False))
     states, keys = FakeStates(kv.kv.descriptor), BlockKeys(kv.kv.descriptor.identity, "", 4)
     rows, slot = kv.take(8), states.take()
@@ -116,8 +116,9 @@ def has_another_state(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> ob
         store.registry.drop(there().states[1])
     agreed = store.agreed(there())
     left = there().tokens
+    blocks = len(store.registry.match(keys.upto(IDS, 8)))
     save()
-    return agreed.tokens, left, store.agreed(there()).tokens, store.check_idle()
+    return agreed.tokens, left, blocks, store.agreed(there()).tokens, store.check_idle()
 
 
 def is_corrupt(ranks: GlooRanks, store: HostKv, device: FakeDevice) -> object:

@@ -19,7 +19,7 @@ EXPECTED = {
     "has_nothing": [(0, False)] * 2,
     "saves_what_only_it_lacks": [(["first"], ["first", "nothing new", "what rank 1 lost"], 6, "")] * 2,
     "drops_what_only_it_has": [(6, 12, 3, 3, 24, 1, ""), (3, 12, 3, 3, 24, 1, "")],
-    "has_another_state": [(0, 0, 8, "")] * 2,
+    "has_another_state": [(0, 0, 2, 8, "")] * 2,
     "is_corrupt": [(12, 3, ""), (12, 3, "")],
     "park_is_damaged": [False, False],
     "dies": ["lost", None],

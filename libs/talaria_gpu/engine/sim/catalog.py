@@ -57,6 +57,9 @@ class SimCatalog:
         """It is open no more."""
         self._closed.add(model)
 
-    def next_opening(self) -> float:
-        """When the weights of a model that is being opened will have been read, seconds; inf: none is."""
-        return min(self._opening.values(), default=math.inf)
+    def next_opening(self, now: float) -> float:
+        """When the weights of a model that is being opened will have been read, seconds; inf: none is.
+
+        One that was to be closed again meanwhile is not asked for any more, and its time passes.
+        """
+        return min((at for at in self._opening.values() if at > now), default=math.inf)

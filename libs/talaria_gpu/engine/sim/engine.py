@@ -346,7 +346,7 @@ class SimEngine:
         elif pool.running:
             self._flight = self._decoding(pool, now)
             if self._macro:
-                self._cut(min(self.horizon, self._catalog.next_opening()))
+                self._cut(min(self.horizon, self._catalog.next_opening(now)))
         if self._flight is not None:
             self._free_at = self._flight.due
 
