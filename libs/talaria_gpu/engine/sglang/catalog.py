@@ -16,7 +16,7 @@ from talaria_gpu.engine.sglang import canary as golden
 from talaria_gpu.engine.sglang import opening
 from talaria_gpu.engine.sglang.opening import OpenModel
 from talaria_gpu.engine.sglang.spec import ModelSpec
-from talaria_gpu.hkvr.agreement import Ranks
+from talaria_gpu.hkvr.agreement import RankLostError, Ranks
 from talaria_gpu.weights import checkpoint
 from talaria_gpu.weights.store import WeightStore
 
@@ -102,14 +102,28 @@ class Catalog:
     def build(self, name: str) -> None:
         """Open a model; the buffer holds its weights afterwards, and nothing may be active meanwhile.
 
+        Once its weights have room in the host memory of all ranks, or not, all go on, or none.
+
         Raises:
             EngineError: it could not be built; nothing of it is left.
         """
         started = time.perf_counter()
         images: list[torch.Tensor] = []
+        agreed = False
 
         def make_image(size: int) -> torch.Tensor:
-            images.append(self._store.make(name, size))
+            nonlocal agreed
+            problem: EngineError | None = None
+            try:
+                images.append(self._store.make(name, size))
+            except EngineError as e:
+                problem = e
+            agreed = True
+            well = self._ranks.least([int(problem is None)])[0]
+            if problem is not None:
+                raise problem
+            if not well:
+                raise EngineError(f"another rank cannot build {name}")
             return images[0]
 
         try:
@@ -118,6 +132,8 @@ class Catalog:
                 opened.golden = golden.first_tokens(opened)
             opened.unbound.leave()
         except Exception as e:
+            if not agreed and not isinstance(e, RankLostError):
+                self._ranks.least([0])  # the others ask before their weights are loaded, and would wait for ever
             for image in images:
                 self._store.put(name, image)
                 self._store.drop(name)  # page-locked memory does not go by itself

@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
+import torch
 
 from talaria_common.errors import EngineError
 from talaria_common.settings import parse
@@ -261,3 +263,60 @@ def test_a_moved_address_is_noticed_and_the_engine_stops(small):
     assert engine.active is None
     with pytest.raises(EngineError):
         engine.step(None)
+
+
+class Meeting:
+    """Two ranks that are threads: `least` waits for the other's values."""
+
+    size = 2
+
+    def __init__(self, rank: int, barrier: threading.Barrier, said: dict[int, list[int]]) -> None:
+        self.rank, self._barrier, self._said = rank, barrier, said
+
+    def least(self, values):
+        self._said[self.rank] = list(values)
+        self._barrier.wait(20)
+        found = [min(pair) for pair in zip(*self._said.values(), strict=True)]
+        self._barrier.wait(20)
+        return found
+
+
+@pytest.mark.parametrize("fails", ["before its weights", "for want of memory"])
+def test_what_one_rank_cannot_build_none_does(small, monkeypatch, fails):
+    """And nobody waits for it inside SGLang, or takes it for lost. `small`: SGLang has been imported."""
+    from talaria_gpu.engine.sglang import catalog as catalogs
+    from talaria_gpu.weights.store import WeightStore
+
+    def open_model(name, spec, buffer, *, make_image, ranks):
+        if fails == "before its weights" and ranks.rank == 1:
+            raise ValueError("no such architecture")
+        make_image(64)
+        pytest.fail("a rank went on alone")
+
+    def make(store, name, size):
+        if fails == "for want of memory" and store is stores[1]:
+            raise EngineError("page-locked memory is not to be had")
+        return torch.zeros(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(catalogs.opening, "open_model", open_model)
+    monkeypatch.setattr(WeightStore, "make", make)
+    barrier, said = threading.Barrier(2), {}
+    stores = [WeightStore(None) for _ in range(2)]
+    ended = {}
+
+    def build(rank):
+        ranks = Meeting(rank, barrier, said)
+        it = catalogs.Catalog(
+            {"m": None}, None, stores[rank], ranks=ranks, canary=False, options={"ranks": ranks}, progress=print
+        )
+        with pytest.raises(EngineError) as raised:
+            it.build("m")
+        ended[rank] = str(raised.value)
+
+    threads = [threading.Thread(target=build, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert ended[0] == "another rank cannot build m"
+    assert ("architecture" if fails == "before its weights" else "page-locked") in ended[1]
