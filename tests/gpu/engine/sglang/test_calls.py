@@ -83,7 +83,9 @@ def test_a_long_prompt_takes_several_steps_and_others_go_on(engine, driver, mode
     long = driver.submit(model, new_prompt(200), 4)
     sizes = []
     while not driver.outputs[long].ids:
-        sizes.append(driver.step(frozenset({long})).prefilled_tokens)
+        done = driver.step(frozenset({long}))
+        sizes.append(done.prefilled_tokens)
+        assert done.half == ("" if driver.outputs[long].ids else long)
         if not driver.outputs[long].ids:
             assert engine.waiting(model) == [long]
             before = len(driver.outputs[short].ids)
