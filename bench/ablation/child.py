@@ -79,7 +79,7 @@ class Loop:
         clock, driver = self._clock, self._driver
         by_session = trace.sessions(calls)
         bodies = {name: sessions.prompts(session) for name, session in by_session.items()}
-        before = driver.spent()
+        before, spent = driver.spent(), time.thread_time()
         began = clock.now()
         due, held = self._first(by_session, began)
         flying: dict[str, tuple[Call, float, float, list[int], list[float]]] = {}
@@ -118,6 +118,7 @@ class Loop:
             wall_s=clock.now() - began,
             scheduler_s=after.scheduler_s - before.scheduler_s,
             engine_s=after.engine_s - before.engine_s,
+            thread_s=time.thread_time() - spent,
         )
 
     def _first(self, by_session: Mapping[str, Sequence[Call]], began: float) -> tuple[list[Due], deque[str]]:

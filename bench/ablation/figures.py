@@ -20,7 +20,7 @@ def values(replay: Replay) -> dict[str, tuple[float, str]]:
     ttft = [r.ttft_s for r in records]
     back = [r.ttft_s for r in records if r.call]
     prompt = sum(r.prompt_tokens for r in records)
-    out: dict[str, tuple[float, str]] = {"wall_s": (replay.wall_s, "s")}
+    out: dict[str, tuple[float, str]] = {"wall_s": (replay.wall_s, "s"), "thread_s": (replay.thread_s, "s CPU")}
     for name, of in (("sct", sct), ("ttft", ttft), ("return_ttft", back)):
         for percent in (50, 95):
             if of:
@@ -50,7 +50,16 @@ def values(replay: Replay) -> dict[str, tuple[float, str]]:
     return out
 
 
-RATIOS = ("sct_p50_s", "sct_p95_s", "ttft_p50_s", "ttft_p95_s", "return_ttft_p50_s", "return_ttft_p95_s", "wall_s")
+RATIOS = (
+    "sct_p50_s",
+    "sct_p95_s",
+    "ttft_p50_s",
+    "ttft_p95_s",
+    "return_ttft_p50_s",
+    "return_ttft_p95_s",
+    "wall_s",
+    "thread_s",
+)
 
 
 def figures(runs: Sequence[Mapping[str, Mapping[str, Replay]]]) -> dict[str, Figure]:

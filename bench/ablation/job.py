@@ -47,6 +47,8 @@ class Replay(msgspec.Struct, kw_only=True):
     """Time in the scheduler, look-ups of prefixes included."""
     engine_s: float
     """Time in steps and switches."""
+    thread_s: float = 0.0
+    """Processor time of the thread that decides, computes and switches; copies have threads of their own."""
 
 
 class Profile(msgspec.Struct, kw_only=True):
