@@ -135,9 +135,19 @@ def test_another_nats_is_not_joined_silently(up: Start, scripted: dict[str, str]
         assert it.end() == 0
 
 
-def test_external_nats_that_is_away_is_an_error(up: Start, scripted: dict[str, str], config: Path) -> None:
-    it = up(scripted, "--external-nats")
+def test_users_of_the_bus_that_cannot_be_are_a_clear_error(up: Start, scripted: dict[str, str]) -> None:
+    users = {"USER": "tap", "PASSWORD": "one", "TAP_PASSWORD": "other"}
+    it = up(scripted | {f"TALARIA_BUS__{key}": value for key, value in users.items()})
     assert it.end(40) == 1
+    assert "error: [bus]: 'tap' names the read-only user" in it.text
+    assert "Traceback" not in it.text
+
+
+def test_external_nats_that_is_away_is_an_error(up: Start, scripted: dict[str, str], config: Path) -> None:
+    users = {"USER": "mesh", "PASSWORD": "one", "TAP_PASSWORD": "other"}
+    it = up(scripted | {f"TALARIA_BUS__{key}": value for key, value in users.items()}, "--external-nats")
+    assert it.end(40) == 1
+    assert f"bus.tap_password changes nothing: the server at {load(config).bus.url} is not ours" in it.text
     assert f"no NATS server answers at {load(config).bus.url}" in it.text
 
 
