@@ -69,6 +69,26 @@ class TestStore:
         monkeypatch.setattr(store, "code_digest", lambda: b"other")
         assert store.key(TWO, calls, "") != before
 
+    def test_another_profile_in_the_same_file_is_another_result(self, tmp_path: Path, calls: list[Call]) -> None:
+        hardware, model = tmp_path / "hw.toml", tmp_path / "m.toml"
+        shipped = Path(profiles.__file__).parents[1] / "profiles"
+        hardware.write_text((shipped / "hardware" / "paper-tp4.toml").read_text())
+        model.write_text((shipped / "models" / f"{SMALL[0]}.toml").read_text())
+        mine = Group(hardware=str(hardware), models=(str(model), *SMALL[1:]))
+        scenario = msgspec.structs.replace(TWO, groups=(mine,))
+        keys = [store.key(scenario, calls, "")]
+        for file, old, new in (
+            (hardware, "h2d_gb_s = 34.4", "h2d_gb_s = 17.2"),
+            (model, "64 # assumed", "32 # assumed"),
+        ):
+            text = file.read_text()
+            assert old in text
+            file.write_text(text.replace(old, new))
+            keys.append(store.key(scenario, calls, ""))
+        assert len(set(keys)) == 3
+        assert profiles.hardware(str(hardware)).h2d_gb_s == 17.2
+        assert profiles.model(str(model)).max_running == 32
+
     def test_a_stopped_series_goes_on(self, tmp_path: Path, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
         scenarios = [msgspec.structs.replace(TWO, seed=n) for n in range(3)]
         made = 0

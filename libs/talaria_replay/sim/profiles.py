@@ -124,20 +124,26 @@ class Model(_Table, frozen=True):
 T = TypeVar("T", Hardware, Model)
 
 
-def _load(kind: str, cls: type[T], name: str) -> T:
+def _text(kind: str, name: str) -> tuple[str, str]:
+    """(where, what it says) of a profile. A user's file may change while we run, so it is read each time."""
     path = Path(name)
-    if path.suffix == ".toml":
-        where = str(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as e:
-            raise ProfileError(f"{where}: {e.strerror}") from e
-    else:
-        file = resources.files("talaria_replay").joinpath("profiles", kind, f"{name}.toml")
-        where = f"{kind}/{name}.toml"
-        if not file.is_file():
-            raise ProfileError(f"no {kind} profile {name!r}: there are {', '.join(names(kind))}, or give a .toml file")
-        text = file.read_text(encoding="utf-8")
+    if path.suffix != ".toml":
+        return _shipped(kind, name)
+    try:
+        return str(path), path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ProfileError(f"{path}: {e.strerror}") from e
+
+
+@cache
+def _shipped(kind: str, name: str) -> tuple[str, str]:
+    file = resources.files("talaria_replay").joinpath("profiles", kind, f"{name}.toml")
+    if not file.is_file():
+        raise ProfileError(f"no {kind} profile {name!r}: there are {', '.join(names(kind))}, or give a .toml file")
+    return f"{kind}/{name}.toml", file.read_text(encoding="utf-8")
+
+
+def _parsed(cls: type[T], where: str, text: str) -> T:
     try:
         return msgspec.convert(tomllib.loads(text), cls)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as e:
@@ -150,10 +156,14 @@ def names(kind: str) -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
-@cache
 def hardware(name: str) -> Hardware:
     """A shipped one by name, or a file. Raises ProfileError."""
-    return _load("hardware", Hardware, name)
+    return _hardware(*_text("hardware", name))
+
+
+@cache
+def _hardware(where: str, text: str) -> Hardware:
+    return _parsed(Hardware, where, text)
 
 
 def changed(hw: Hardware, values: Mapping[str, float]) -> Hardware:
@@ -167,13 +177,13 @@ def changed(hw: Hardware, values: Mapping[str, float]) -> Hardware:
 def model(name: str) -> Model:
     """A shipped one by name, or a file; NAME:WORD is NAME under another name. Raises ProfileError."""
     name, _, alias = name.partition(":")
-    found = _model(name)
+    found = _model(*_text("models", name))
     return msgspec.structs.replace(found, name=f"{found.name}:{alias}") if alias else found
 
 
 @cache
-def _model(name: str) -> Model:
-    return _load("models", Model, name)
+def _model(where: str, text: str) -> Model:
+    return _parsed(Model, where, text)
 
 
 def fit(rows: Sequence[tuple[Sequence[float], float]]) -> tuple[float, ...]:

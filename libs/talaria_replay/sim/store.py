@@ -1,7 +1,8 @@
 """Results on disk, so that a stopped series of simulations goes on where it was.
 
-A file is named after all that determines the result: scenario, trace, and the code and profiles that simulate. It holds
-a digest of its own content, and is renamed into place when it is whole: what is read back is whole, or it is nothing.
+A file is named after all that determines the result: scenario, what its profiles say, trace, and the code that
+simulates. It holds a digest of its own content, and is renamed into place when it is whole: what is read back is whole,
+or it is nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from talaria_replay.live.results import write_text
+from talaria_replay.sim import profiles
 from talaria_replay.sim.run import SimResult, encode, simulate
 from talaria_replay.sim.scenario import Scenario
 from talaria_replay.trace import Call
@@ -59,10 +61,13 @@ class ResultStore:
 
 
 def key(scenario: Scenario, calls: Iterable[Call], generated: str) -> str:
-    """Of all that determines a result."""
+    """Of all that determines a result. Raises ProfileError."""
     h = hashlib.blake2b(digest_size=16)
     h.update(code_digest())
     h.update(msgspec.json.encode([scenario, generated], order="deterministic"))
+    for group in scenario.groups:  # by what the files say now, not by their paths
+        said = profiles.hardware(group.hardware), [profiles.model(name) for name in group.models]
+        h.update(msgspec.json.encode(said, order="deterministic"))
     for call in calls:
         h.update(msgspec.json.encode(call))
     return h.hexdigest()
