@@ -151,7 +151,9 @@ def show(results: Results, *, as_json: bool) -> None:
     console.print(
         f"{s['calls']} calls of {s['sessions']} sessions{failed}, {s['retries']} retries, {s['wall_s']:.1f} s"
     )
-    console.print(f"prefix reuse: {s['cached_share']:.1%} of prompt tokens were cached")
+    cached = s["cached_share"]
+    reuse = "not reported by this server" if cached is None else f"{cached:.1%} of prompt tokens were cached"
+    console.print(f"prefix reuse: {reuse}")
     if s["same_instance_share"] is not None:
         console.print(f"returns to the same instance: {s['same_instance_share']:.1%}")
     if s["prompt_error"].get("n"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import msgspec
 
 RETRY_STATUS = frozenset({429, 503})
 MAX_RETRY_WAIT_S = 60.0
@@ -22,6 +23,8 @@ class Answer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cache_reported: bool = False
+    """The server tells how much of a prompt was cached; where it does not, `cached_tokens` 0 means nothing."""
     cache_source: str = ""
     instance: str = ""
     route: str = ""
@@ -33,6 +36,44 @@ class Answer:
     done: float = 0.0
     retries: int = 0
     error: str = ""
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
+
+    @property
+    def says(self) -> bool:
+        """A token is in it, wherever the server puts those that are no content."""
+        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+    cache_source: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cache_source: str | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_chunks = msgspec.json.Decoder(_Chunk)
 
 
 class CallError(Exception):
@@ -115,35 +156,57 @@ class Client:
         parts: list[str] = []
         ended = False
         chunks = 0
-        async for line in response.aiter_lines():
-            if not line.startswith("data:"):
-                continue
-            data = line[5:].strip()
-            if data == "[DONE]":
+        async for data in _events(response):
+            if data == b"[DONE]":
                 ended = True
                 break
-            chunk = json.loads(data)
-            if chunk.get("error"):
-                raise CallError(f"the stream ended with an error: {_reason(data.encode())}")
-            for choice in chunk.get("choices") or ():
-                text = (choice.get("delta") or {}).get("content") or ""
-                if (text or choice.get("finish_reason")) and not answer.first:
+            chunk = _chunk(data)
+            for choice in chunk.choices or ():
+                delta = choice.delta or _Delta()
+                if (delta.says or choice.finish_reason) and not answer.first:
                     answer.first = self._now()
-                if text:
-                    parts.append(text)
-                    chunks += 1
-                ended = ended or bool(choice.get("finish_reason"))
-            usage = chunk.get("usage")
-            if usage:
-                answer.prompt_tokens = usage.get("prompt_tokens") or 0
-                answer.completion_tokens = usage.get("completion_tokens") or 0
-                details = usage.get("prompt_tokens_details") or {}
-                answer.cached_tokens = details.get("cached_tokens") or 0
-                answer.cache_source = usage.get("cache_source") or details.get("cache_source") or answer.cache_source
+                parts.append(delta.content or "")
+                chunks += delta.says
+                ended = ended or bool(choice.finish_reason)
+            if chunk.usage:
+                _count(answer, chunk.usage)
         answer.text = "".join(parts)
         if not ended:
             raise CallError("the stream ended without a finish reason")
+        if not answer.first:
+            raise CallError("the stream ended without a token")
         answer.completion_tokens = answer.completion_tokens or chunks
+
+
+def _count(answer: Answer, usage: _Usage) -> None:
+    details = usage.prompt_tokens_details or _Details()
+    answer.prompt_tokens = usage.prompt_tokens or 0
+    answer.completion_tokens = usage.completion_tokens or 0
+    answer.cached_tokens = details.cached_tokens or 0
+    answer.cache_reported = details.cached_tokens is not None
+    answer.cache_source = usage.cache_source or details.cache_source or answer.cache_source
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The data of an event stream, line by line. httpx's lines also end at U+2028, U+0085 and others of an answer."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+    if rest.startswith(b"data:"):
+        yield rest[5:].strip()
+
+
+def _chunk(data: bytes) -> _Chunk:
+    try:
+        chunk = _chunks.decode(data)
+    except msgspec.DecodeError as e:
+        raise CallError(f"the stream holds what is no chunk: {e}") from e
+    if chunk.error:
+        raise CallError(f"the stream ended with an error: {_reason(data)}")
+    return chunk
 
 
 def _retry_after(value: str | None) -> float:

@@ -224,6 +224,7 @@ class Replay:
             prompt_tokens=answer.prompt_tokens,
             completion_tokens=answer.completion_tokens,
             cached_tokens=answer.cached_tokens,
+            cache_reported=answer.cache_reported,
             wanted_prompt_tokens=call.prompt_tokens,
             wanted_completion_tokens=call.completion_tokens,
             cache_source=answer.cache_source,
