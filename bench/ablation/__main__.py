@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +15,8 @@ import msgspec
 from bench.ablation import figures, models, scale, sessions
 from bench.ablation.check import Checker
 from bench.ablation.job import Answer, Job, Replay
-from bench.report import ROOT, Figure, figure, machine, write
+from bench.ablation.process import answer
+from bench.report import Figure, figure, machine, write
 from talaria_gpu.sched.ablation import NAMES, Name
 from talaria_replay import trace
 from talaria_replay.trace import Call
@@ -35,30 +34,13 @@ CALLS, QUICK_CALLS = 6, 3
 CHECKED = 6
 """Calls per model that are compared with the reference whatever the configurations say."""
 CHECKED_DIFFERENT = 12
-CHILD_TIMEOUT_S = 900
 MAIN, SINGLE = "main", "single"
 """The replays: of all models' sessions, and of those of one."""
-QUIET = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
 
 def child(job: Job, folder: Path) -> Answer:
-    """Run the job in a process of its own. Raises RuntimeError with the end of what it said."""
-    asked, answer, log = folder / "job.json", folder / "answer.json", folder / "log"
-    answer.unlink(missing_ok=True)
-    asked.write_bytes(msgspec.json.encode(job))
-    with log.open("wb") as out:
-        done = subprocess.run(
-            [sys.executable, "-m", "bench.ablation.child", str(asked), str(answer)],
-            cwd=ROOT,
-            env=os.environ | QUIET,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            timeout=CHILD_TIMEOUT_S,
-            check=False,
-        )
-    if done.returncode:
-        raise RuntimeError(f"{job.ablation}: " + log.read_text(errors="replace")[-2000:])
-    return msgspec.json.decode(answer.read_bytes(), type=Answer)
+    """The job, done in a process of its own. Raises RuntimeError."""
+    return answer("bench.ablation.child", job, Answer, folder)
 
 
 def measure(

@@ -17,8 +17,9 @@ import msgspec
 
 from bench.ablation import sessions
 from bench.ablation.job import Answer, Job, Profile, Replay
+from bench.ablation.work import Work, watch
 from talaria_common.clock import SystemClock
-from talaria_gpu.engine.contract import EngineCall, Sampling, StepTokens
+from talaria_gpu.engine.contract import EngineCall, Sampling, StepResult, StepTokens
 from talaria_gpu.engine.driver import SlotDriver
 from talaria_gpu.engine.ipc import Refused, Report, SlotEnded, Stepped, Switched
 from talaria_gpu.sched.ablation import Ablation
@@ -71,8 +72,11 @@ def build(job: Job) -> Any:
 class Loop:
     """Sessions in closed loop: a call begins when the one before it has ended and its gap has passed."""
 
-    def __init__(self, driver: SlotDriver, job: Job, clock: SystemClock) -> None:
+    def __init__(self, driver: SlotDriver, job: Job, clock: SystemClock, engine: Any) -> None:
         self._driver, self._job, self._clock = driver, job, clock
+        self._flying: dict[str, tuple[Call, float, float, list[int], list[float]]] = {}
+        self._work: dict[str, Work] = {}
+        watch(engine, self._worked)
 
     def run(self, calls: list[Call]) -> Replay:
         """One replay from its beginning to its end."""
@@ -82,7 +86,7 @@ class Loop:
         before, spent = driver.spent(), time.thread_time()
         began = clock.now()
         due, held = self._first(by_session, began)
-        flying: dict[str, tuple[Call, float, float, list[int], list[float]]] = {}
+        flying, self._work = self._flying, {}
         self.records: list[CallRecord] = []
         self.tokens: dict[str, list[int]] = {}
         slots: list[dict[str, Any]] = []
@@ -119,7 +123,16 @@ class Loop:
             scheduler_s=after.scheduler_s - before.scheduler_s,
             engine_s=after.engine_s - before.engine_s,
             thread_s=time.thread_time() - spent,
+            work=self._work,
         )
+
+    def _worked(self, model: str, result: StepResult) -> None:
+        self._work.setdefault(model, Work()).add(result, self._context)
+
+    def _context(self, rid: str) -> int:
+        """Tokens of a call's prompt and of what it has said."""
+        call, _, _, out, _ = self._flying[rid]
+        return call.prompt_tokens + len(out)
 
     def _first(self, by_session: Mapping[str, Sequence[Call]], began: float) -> tuple[list[Due], deque[str]]:
         """(the first calls of the sessions that begin by themselves, the sessions held back)."""
@@ -242,7 +255,7 @@ def main() -> None:
         ablation = Ablation.named(job.ablation)  # type: ignore[arg-type]
         config = SlotConfig(**job.slots, ablation=ablation, suspends=True)
         clock = SystemClock()
-        loop = Loop(SlotDriver(engine, config, clock), job, clock)
+        loop = Loop(SlotDriver(engine, config, clock), job, clock, engine)
         warm(loop, list(job.paths))
         result = Answer(replays={name: loop.run(calls) for name, calls in job.replays.items()})
     answer.write_bytes(msgspec.json.encode(result))

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from bench.ablation.work import Work
 from talaria_replay.measure import CallRecord
 from talaria_replay.trace import Call
 
@@ -49,6 +50,8 @@ class Replay(msgspec.Struct, kw_only=True):
     """Time in steps and switches."""
     thread_s: float = 0.0
     """Processor time of the thread that decides, computes and switches; copies have threads of their own."""
+    work: dict[str, Work] = {}
+    """What its steps did and took, by model."""
 
 
 class Profile(msgspec.Struct, kw_only=True):

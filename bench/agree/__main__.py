@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,43 +13,37 @@ import msgspec
 
 from bench.ablation import models, scale, sessions
 from bench.ablation.__main__ import KV_TOKENS, PREFIX_TOKENS, START_SPREAD_S, child
-from bench.ablation.figures import values
-from bench.ablation.job import Job
+from bench.ablation.figures import PHASES, values
+from bench.ablation.job import Job, Replay
+from bench.ablation.process import answer
 from bench.agree import simulated
 from bench.agree.child import Components
-from bench.report import ROOT, Figure, figure, machine, write
+from bench.agree.simulated import steps_ms
+from bench.report import Figure, figure, machine, write
 from talaria_gpu.sched.ablation import NAMES
 from talaria_replay.measure import session_times
 from talaria_replay.quantiles import nearest_rank
+from talaria_replay.sim.device import Times
 from talaria_replay.sim.run import SimResult
 from talaria_replay.trace import Call
 
 ISSUES, QUICK_ISSUES = 6, 3
 CALLS, QUICK_CALLS = 5, 3
 GENERATED = "generated"
-Pair = tuple[dict[str, tuple[float, str]], dict[str, float]]
-"""Of one configuration: what was measured (value, unit), and what was simulated."""
+
+
+class Pair(NamedTuple):
+    """Of one configuration."""
+
+    real: dict[str, tuple[float, str]]
+    """Measured: value, unit."""
+    sim: dict[str, float]
+    curves: dict[str, float] = {}
+    """See `curves`."""
+
+
 Run = dict[str, Pair]
 """By configuration."""
-
-
-def components(job: Job, folder: Path) -> Components:
-    """Measured in a process of its own. Raises RuntimeError with the end of what it said."""
-    asked, answer, log = folder / "parts.json", folder / "parts-answer.json", folder / "parts-log"
-    asked.write_bytes(msgspec.json.encode(job))
-    with log.open("wb") as out:
-        done = subprocess.run(
-            [sys.executable, "-m", "bench.agree.child", str(asked), str(answer)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            timeout=900,
-            check=False,
-        )
-    if done.returncode:
-        raise RuntimeError(log.read_text(errors="replace")[-2000:])
-    return msgspec.json.decode(answer.read_bytes(), type=Components)
 
 
 def simulated_values(result: SimResult) -> dict[str, float]:
@@ -66,6 +58,25 @@ def simulated_values(result: SimResult) -> dict[str, float]:
         "switch_p50_ms": result.summary["switch_ms"].get("p50", 0.0),
         "slots": float(result.summary["slots"]),
         "wall_s": result.summary["window_s"],
+        **{f"in_{phase}_s": result.summary["in_slots_s"][phase] for phase in PHASES if phase != "switch"},
+        "in_switch_s": result.summary["switch_s"],
+    }
+
+
+def real_values(replay: Replay) -> dict[str, tuple[float, str]]:
+    """The same, measured."""
+    phases = {f"in_{phase}_s": (sum(s[f"{phase}_ms"] for s in replay.slots) / 1000, "s") for phase in PHASES}
+    return values(replay) | phases
+
+
+def curves(replay: Replay, of: Mapping[str, Times]) -> dict[str, float]:
+    """What the components' curves say of the steps that the real engine made, over what they took."""
+    said = {name: steps_ms(of[name], work) for name, work in replay.work.items()}
+    prefill = sum(w.prefill_ms for w in replay.work.values())
+    decode = sum(sum(w.decode_ms.values()) for w in replay.work.values())
+    return {
+        "prefill": sum(p for p, _ in said.values()) / max(1e-9, prefill),
+        "decode": sum(d for _, d in said.values()) / max(1e-9, decode),
     }
 
 
@@ -106,16 +117,20 @@ def both(given: Given, calls: Sequence[Call], runs: int, folder: Path, paths: di
     )
     out: list[Run] = []
     for number in range(runs):
-        parts = components(job, folder)
+        parts = answer("bench.agree.child", job, Components, folder)
         scenario = simulated.profiles(parts, how.weights_bytes_per_s, how.kv_bytes_per_s, folder)
+        times = simulated.times_of(scenario)
         run: Run = {}
         for ablation in NAMES:
-            real = values(child(msgspec.structs.replace(job, ablation=ablation), folder).replays["main"])
-            run[ablation] = real, simulated_values(simulated.run(scenario, ablation, how, fitting, stagger_s))
-            measured, predicted = real["sct_p50_s"][0], run[ablation][1]["sct_p50_s"]
+            replay = child(msgspec.structs.replace(job, ablation=ablation), folder).replays["main"]
+            said = simulated_values(simulated.run(scenario, ablation, how, fitting, stagger_s))
+            pair = run[ablation] = Pair(real_values(replay), said, curves(replay, times))
+            measured, predicted = pair.real["sct_p50_s"][0], pair.sim["sct_p50_s"]
             print(
                 f"agree: {given.name}, run {number + 1} {ablation:11} SCT p50 real {measured:.2f} s, simulated "
-                f"{predicted:.2f} s ({predicted / measured:.2f})",
+                f"{predicted:.2f} s ({predicted / measured:.2f}); wall "
+                f"{pair.sim['wall_s'] / pair.real['wall_s'][0]:.2f}; the real steps by the curves: "
+                f"{', '.join(f'{kind} {ratio:.2f}' for kind, ratio in pair.curves.items())}",
                 flush=True,
             )
         out.append(run)
@@ -126,8 +141,10 @@ def figures(runs: Sequence[Run], prefix: str = "") -> dict[str, Figure]:
     """Over runs and traces: both sides' figures, their ratios, and whether configurations come in the same order."""
     found: dict[str, list[tuple[float, str]]] = {}
     for run in runs:
-        for ablation, (real, said) in run.items():
+        for ablation, (real, said, by_curves) in run.items():
             tag = ablation.replace("-", "_")
+            for kind, ratio in by_curves.items():
+                found.setdefault(f"{prefix}curve_{kind}_over_real_{tag}", []).append((ratio, "x"))
             for key, predicted in said.items():
                 if key not in real:
                     continue
@@ -144,11 +161,11 @@ def figures(runs: Sequence[Run], prefix: str = "") -> dict[str, Figure]:
 
 
 def _real_sct(pair: Pair) -> float:
-    return pair[0]["sct_p50_s"][0]
+    return pair.real["sct_p50_s"][0]
 
 
 def _sim_sct(pair: Pair) -> float:
-    return pair[1]["sct_p50_s"]
+    return pair.sim["sct_p50_s"]
 
 
 def main() -> int:

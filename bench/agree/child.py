@@ -19,10 +19,13 @@ from bench.ablation.sessions import FIRST_ID
 from talaria_gpu.engine.contract import EngineCall, Sampling, SwitchTiming
 
 PROMPTS = (256, 1024, 4096)
-REPEATS = 1
-BATCHES = ((1, 512), (4, 1024), (4, 4096))
-"""(calls, context of each) of the decode steps that are measured."""
-STEPS = 8
+FOLLOWING = ((1024, 32), (1024, 128))
+"""(cached, new) of prompts whose beginning is cached."""
+BATCHES = ((1, 1024), (2, 1024), (3, 1024), (4, 1024), (6, 1024), (8, 1024), (12, 1024), (4, 4096))
+"""(calls, context of each) of the decode steps that are measured. Many sizes: of a CPU's kernels those for three calls
+may take longer than those for eight."""
+STEPS = 16
+REPEATS = 5
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -59,7 +62,8 @@ def measure(engine: Any) -> Components:
             weight_bytes=info.weight_bytes,
             kv_bytes_per_token=info.kv_bytes_per_token,
             kv_capacity_tokens=info.kv_capacity_tokens,
-            prefill=_best(step for n in PROMPTS for _ in range(REPEATS) for step in _prefill(engine, name, n, rng)),
+            prefill=[step for n in PROMPTS for step in _prefill(engine, name, n, rng)]
+            + [_following(engine, name, cached, new, rng) for cached, new in FOLLOWING],
             decode=[(batch, context, _decode(engine, name, batch, context, rng)) for batch, context in BATCHES],
         )
     for name in names * 2:
@@ -73,15 +77,11 @@ def measure(engine: Any) -> Components:
     return Components(buffer_bytes=engine.buffer_bytes, models=models, switches=switches[1:])
 
 
-def _best(steps: Any) -> list[tuple[int, int, float]]:
-    found: dict[tuple[int, int], float] = {}
-    for cached, new, ms in steps:
-        found[cached, new] = min(ms, found.get((cached, new), ms))
-    return [(cached, new, ms) for (cached, new), ms in found.items()]
+def _ids(length: int, rng: random.Random) -> list[int]:
+    return [rng.randrange(FIRST_ID, VOCAB) for _ in range(length)]
 
 
-def _submit(engine: Any, name: str, length: int, new: int, rng: random.Random) -> None:
-    ids: Sequence[int] = [rng.randrange(FIRST_ID, VOCAB) for _ in range(length)]
+def _submit(engine: Any, name: str, ids: Sequence[int], new: int, rng: random.Random) -> None:
     sampling = Sampling(max_new_tokens=new, temperature=0.0, ignore_eos=True)
     rid = f"{rng.getrandbits(64):x}"
     engine.submit(EngineCall(rid=rid, model=name, input_ids=ids, sampling=sampling))
@@ -89,7 +89,7 @@ def _submit(engine: Any, name: str, length: int, new: int, rng: random.Random) -
 
 def _prefill(engine: Any, name: str, length: int, rng: random.Random) -> list[tuple[int, int, float]]:
     """The steps of one prompt; nothing of it is cached."""
-    _submit(engine, name, length, 1, rng)
+    _submit(engine, name, _ids(length, rng), 1, rng)
     steps, done = [], 0
     while engine.has_unfinished(name):
         result = engine.step(None)
@@ -100,9 +100,25 @@ def _prefill(engine: Any, name: str, length: int, rng: random.Random) -> list[tu
     return steps
 
 
+def _following(engine: Any, name: str, cached: int, new: int, rng: random.Random) -> tuple[int, int, float]:
+    """The median step of prompts that go on from one that has been computed."""
+    before = _ids(cached, rng)
+    _submit(engine, name, before, 1, rng)
+    while engine.has_unfinished(name):
+        engine.step(None)
+    took = []
+    for _ in range(REPEATS):
+        _submit(engine, name, before + _ids(new, rng), 1, rng)
+        steps = []
+        while engine.has_unfinished(name):
+            steps.append(engine.step(None))
+        took += [step.wall_ms for step in steps if step.kind == "prefill"]
+    return cached, new, statistics.median(took)
+
+
 def _decode(engine: Any, name: str, batch: int, context: int, rng: random.Random) -> float:
     for _ in range(batch):
-        _submit(engine, name, context, STEPS + batch + 1, rng)
+        _submit(engine, name, _ids(context, rng), STEPS + batch + 1, rng)
     while engine.waiting(name):
         engine.step(None)
     took: list[float] = [engine.step(None).wall_ms for _ in range(STEPS)]

@@ -12,8 +12,11 @@ import msgspec
 from bench.ablation.child import CHUNK, GAP_CAP_S, HOST_KV_BYTES, MAX_RUNNING, PAGE
 from bench.ablation.models import CONTEXT, LAYERS
 from bench.ablation.scale import Scale
+from bench.ablation.work import Work
 from bench.agree.child import Components, Measured
 from talaria_gpu.engine.contract import SwitchTiming
+from talaria_replay.sim import profiles as load
+from talaria_replay.sim.device import Times, times
 from talaria_replay.sim.run import SimResult, simulate
 from talaria_replay.sim.scenario import Group, Scenario
 from talaria_replay.trace import Call
@@ -40,6 +43,21 @@ def profiles(found: Components, weights_bytes_per_s: float, kv_bytes_per_s: floa
         hop_ms=0.0,
         tokenize_ms_per_ktoken=0.0,
     )
+
+
+def times_of(scenario: Scenario) -> dict[str, Times]:
+    """The curves of each of its models."""
+    group = scenario.groups[0]
+    hardware = load.hardware(group.hardware)
+    named = [load.model(name) for name in group.models]
+    return {model.name: times(model, hardware, "measured") for model in named}
+
+
+def steps_ms(of: Times, work: Work) -> tuple[float, float]:
+    """What curves say of steps that were made: (prefill ms, decode ms)."""
+    prefill = of.prefill_fixed * work.prefills + of.prefill_token * work.new_tokens + of.prefill_pair * work.pairs
+    empty = sum(of.decode_ms(batch, 0, 1) * steps for batch, steps in work.decodes.items())
+    return prefill, empty + of.decode_context * work.context
 
 
 def run(scenario: Scenario, ablation: str, how: Scale, calls: Sequence[Call], stagger_s: float) -> SimResult:
@@ -71,6 +89,7 @@ def _hardware(found: Components, weights_bytes_per_s: float, kv_bytes_per_s: flo
 
     # Phase 2 beside its copies: of switches from host, whose link is set, what they took beyond it.
     beside = [t.phases_ms[1] - t.weight_bytes / weights_bytes_per_s * 1000 for t in cold]
+    fixed_ms = max(0.0, statistics.median(beside)) if beside else 0.0
     return {
         "name": HARDWARE,
         "about": "measured by bench.agree",
@@ -79,18 +98,18 @@ def _hardware(found: Components, weights_bytes_per_s: float, kv_bytes_per_s: flo
         "usable": 1.0,
         "h2d_gb_s": weights_bytes_per_s / 1e9,
         "kv_gb_s": kv_bytes_per_s / 1e9,
-        "d2d_gb_s": statistics.median(_gather_gb_s(t) for t in staged) if staged else 1.0,
+        "d2d_gb_s": statistics.median(_gather_gb_s(t, fixed_ms) for t in staged) if staged else 1.0,
         "host_gib": HOST_KV_BYTES / GIB,
         "phase1_ms": phase(0),
-        "phase2_ms": max(0.0, statistics.median(beside)) if beside else 0.0,
+        "phase2_ms": fixed_ms,
         "phase3_ms": phase(2),
         "phase4_ms": phase(3),
         "phase5_ms": phase(4),
     }
 
 
-def _gather_gb_s(t: SwitchTiming) -> float:
-    return t.weight_bytes / 1e6 / max(0.01, t.phases_ms[1])
+def _gather_gb_s(t: SwitchTiming, fixed_ms: float) -> float:
+    return t.weight_bytes / 1e6 / max(0.01, t.phases_ms[1] - fixed_ms)
 
 
 def _model(name: str, of: Measured) -> dict[str, object]:

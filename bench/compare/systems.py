@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import psutil
 import tomli_w
 
-from bench.ablation.__main__ import QUIET
 from bench.ablation.child import CHUNK, HOST_KV_BYTES, MAX_RUNNING, PAGE
+from bench.ablation.process import QUIET
 from bench.ablation.scale import GAMMA, T_TTFT_S, Scale
 from bench.compare import device, mux
 from bench.gateway.processes import Processes, StartError, free_port

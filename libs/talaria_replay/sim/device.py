@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,8 @@ class Times:
 
     prefill = fixed + per_token·Σnew + per_pair·Σ(new·cached + new²/2), or with `power`, fixed·(Σnew)^power, where the
     steps of one prompt together cost what it would cost at once;
-    decode step = fixed + per_call·batch + per_context·Σcontext.
+    decode step = fixed + per_call·batch + per_context·Σcontext, or with `decode_batches`, what lies between the next
+    smaller and the next larger batch, + per_context·Σcontext.
     """
 
     prefill_fixed: float
@@ -39,6 +41,8 @@ class Times:
     decode_context: float
     prefill_power: float = 0.0
     source: str = ""
+    decode_batches: tuple[tuple[int, float], ...] = ()
+    """(calls, ms without context), ascending: on a CPU two calls may take as long as eight."""
 
     def prefill_ms(self, parts: Sequence[Part]) -> float:
         """One step."""
@@ -52,7 +56,10 @@ class Times:
 
     def decode_ms(self, batch: int, context: int, steps: int) -> float:
         """So many iterations, the contexts growing by one token each."""
-        first = self.decode_fixed + self.decode_call * batch + self.decode_context * context
+        at = self.decode_fixed + self.decode_call * batch
+        if self.decode_batches:
+            at = _between(self.decode_batches, batch)
+        first = at + self.decode_context * context
         return steps * first + self.decode_context * batch * steps * (steps - 1) / 2
 
 
@@ -70,11 +77,33 @@ def times(model: Model, hw: Hardware, calibration: CalibrationName) -> Times:
     d0, d1, d2 = fit([((1.0, b, c), ms) for b, c, ms in parse_decode(points)])
     if calibration != "paper":
         p0, p1, p2 = fit([((1.0, n, n * (c + n / 2)), ms) for c, n, ms in parse_prefill(points)])
+        if calibration == "measured":
+            batches, slope = _by_batch(points)
+            return Times(p0, p1, p2, 0.0, 0.0, slope, source=points.source, decode_batches=batches)
         return Times(p0, p1, p2, d0, d1, d2, source=points.source)
     if model.paper is None:
         raise ProfileError(f"model {model.name}: it has no [paper]")
     factor, power = _power(model.paper)
     return Times(factor, 0.0, 0.0, d0, d1, d2, prefill_power=power, source=model.paper.source)
+
+
+def _by_batch(points: Points) -> tuple[tuple[tuple[int, float], ...], float]:
+    """Measured decode steps: (calls, ms without context) of each batch, and ms per token of context."""
+    rows = parse_decode(points)
+    sizes = sorted({batch for batch, _, _ in rows})
+    *at, slope = fit([((*(float(batch == size) for size in sizes), float(context)), ms) for batch, context, ms in rows])
+    return tuple(zip(sizes, at, strict=True)), slope
+
+
+def _between(table: Sequence[tuple[int, float]], batch: int) -> float:
+    """Of a table (calls, ms), linear between its rows and beyond the last two; below the first, the first."""
+    at = min(bisect_left(table, (batch, -math.inf)), len(table) - 1)
+    size, ms = table[at]
+    if at == 0:
+        return ms * max(1.0, batch / size)
+    before, least = table[at - 1]
+    slope = (ms - least) / (size - before)
+    return ms + max(0.0, slope) * (batch - size) if batch > size else least + slope * (batch - before)
 
 
 def _power(points: Points) -> tuple[float, float]:
@@ -108,16 +137,27 @@ def buffer_bytes(hw: Hardware) -> int:
     return int(hw.gpus * hw.hbm_gib * GIB * hw.usable)
 
 
+def weight_bytes(model: Model) -> int:
+    """Over all GPUs."""
+    return round(model.weight_gb * 1e9)
+
+
+def state_bytes(model: Model) -> int:
+    """HBM kept for the recurrent state of as many calls as may run."""
+    return round(model.max_running * model.state_mb_per_sequence * 1e6)
+
+
 def kv_capacity_tokens(model: Model, hw: Hardware) -> int:
-    """Tokens of KV beside the model's weights. Raises ProfileError when not even the weights fit."""
+    """Tokens of KV beside weights and recurrent state. Raises ProfileError when not even those, or `kv_tokens`, fit."""
+    room = buffer_bytes(hw) - weight_bytes(model) - state_bytes(model)
+    fits = room // (model.kv_bytes_per_token * copies(model, hw))
     if model.kv_tokens is not None:
+        if model.kv_tokens > fits:
+            raise ProfileError(f"model {model.name}: kv_tokens: expected at most {max(0, fits)}, what {hw.name} leaves")
         return model.kv_tokens
-    room = buffer_bytes(hw) - model.weight_gb * 1e9
-    room -= model.max_running * model.state_mb_per_sequence * 1e6
-    tokens = int(room / (model.kv_bytes_per_token * copies(model, hw)))
-    if tokens < 1024:
-        raise ProfileError(f"model {model.name} does not fit {hw.name}: {tokens} tokens of KV would be left")
-    return tokens
+    if fits < 1024:
+        raise ProfileError(f"model {model.name} does not fit {hw.name}: {fits} tokens of KV would be left")
+    return fits
 
 
 class ProfiledDevice:
@@ -165,10 +205,11 @@ class ProfiledDevice:
             kv_capacity_tokens=capacity,
             context_tokens=min(capacity, model.context_tokens),
             max_running=model.max_running,
-            weight_bytes=int(model.weight_gb * 1e9),
+            weight_bytes=weight_bytes(model),
             kv_bytes_per_token=model.kv_bytes_per_token * copies(model, self.hw),
             prefill_tokens=model.prefill_tokens,
             kv_segments=model.kv_segments,
+            reserved_bytes=state_bytes(model),
         )
 
     def spec(self, model: str) -> ModelSpec:

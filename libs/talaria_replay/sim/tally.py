@@ -15,6 +15,7 @@ from talaria_replay.measure import percentiles
 from talaria_replay.trace import Call
 
 PATHS = ("d2d", "partial", "h2d")
+_IN_SLOT = ("p", "d1", "sp", "d", "dfin", "linger")
 _SWITCH_BYTES = ("d2d_bytes", "dirty_bytes", "missing_bytes")
 _encode = msgspec.json.Encoder().encode
 
@@ -65,6 +66,7 @@ class SlotTally:
         self._totals: dict[str, array[float]] = {path: array("d") for path in PATHS}
         self._phases: dict[str, list[array[float]]] = {path: [array("d") for _ in range(5)] for path in PATHS}
         self._active_ms = 0.0
+        self._in_slot_ms = dict.fromkeys(_IN_SLOT, 0.0)
         self._sums: dict[str, int] = dict.fromkeys(
             ("admitted", "deferred", "sp_admitted", "sp_deferred", "retracted", "suspended", "weight_bytes"), 0
         ) | dict.fromkeys(_SWITCH_BYTES, 0)
@@ -80,6 +82,8 @@ class SlotTally:
             self._round[iid] = slot.round
             self._rounds += 1
         self._active_ms += slot.active_ms
+        for name in _IN_SLOT:
+            self._in_slot_ms[name] += getattr(slot, f"{name}_ms")
         for name in ("admitted", "deferred", "sp_admitted", "sp_deferred"):
             self._sums[name] += getattr(slot, name)
         self._infeasible += bool(slot.infeasible)
@@ -126,6 +130,7 @@ class SlotTally:
             "sp_events_per_round": round(events / self._rounds, 3) if self._rounds else 0.0,
             "slot_wall_ms": percentiles(self._walls),
             "slot_active_s": round(self._active_ms / 1000, 3),
+            "in_slots_s": {name: round(ms / 1000, 3) for name, ms in self._in_slot_ms.items()},
             "infeasible_slots": self._infeasible,
             "switches": len(totals),
             "switch_ms": percentiles(totals),
