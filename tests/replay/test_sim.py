@@ -24,7 +24,7 @@ from talaria_gpu.staging.chunks import ChunkMap, State
 from talaria_replay import workload
 from talaria_replay.generate import SHAPES, generate
 from talaria_replay.sim import profiles
-from talaria_replay.sim.device import ProfiledDevice, Times, kv_capacity_tokens, times
+from talaria_replay.sim.device import ProfiledDevice, Times, buffer_bytes, kv_capacity_tokens, times
 from talaria_replay.sim.instance import SimInstance
 from talaria_replay.sim.laws import CallLaws, InstanceLaws, LawError
 from talaria_replay.sim.run import encode, simulate
@@ -391,10 +391,28 @@ class TestProfiles:
         with pytest.raises(profiles.ProfileError, match=r"m\.toml: .*weight_gb|m\.toml: .*about"):
             profiles.model(str(tmp_path / "m.toml"))
 
+    def test_weights_state_and_kv_fill_the_buffer_and_no_more(self) -> None:
+        hw = profiles.hardware("paper-tp8")
+        model = profiles.model("qwen3.5-122b")
+        spec = ProfiledDevice(hw, {"m": model}, "aic").spec("m")
+        assert spec.reserved_bytes == 64 * 153_700_000
+        assert 0 <= buffer_bytes(hw) - spec.kv_end_bytes < spec.kv_bytes_per_token
+        more = msgspec.structs.replace(model, kv_tokens=spec.kv_capacity_tokens + 1)
+        with pytest.raises(profiles.ProfileError, match=r"kv_tokens: expected at most \d+"):
+            kv_capacity_tokens(more, hw)
+
     def test_a_model_too_large_is_refused(self) -> None:
         group = Group(hardware="paper-tp4", models=("qwen3-235b", "glm-5-nvfp4"))
         with pytest.raises((ScenarioError, profiles.ProfileError)):
             simulate(Scenario(groups=(group,), calibration="roofline"), trace_of(("qwen3-235b",), 1, 1))
+
+
+def test_full_kv_beside_staged_weights_is_lawful() -> None:
+    """One model's KV fills up while another's weights are staged above it."""
+    small = msgspec.structs.replace(ONE, hardware={"hbm_gib": 96.0})
+    summary = simulate(small, trace_of(BIG, 40, 10)).summary
+    assert summary["kv_peak_share"]["glm-5-nvfp4"] == 1.0
+    assert summary["failed_calls"] == 0
 
 
 def test_contexts_beyond_the_model_are_refused() -> None:

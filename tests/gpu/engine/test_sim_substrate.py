@@ -30,11 +30,13 @@ PAGE = 16
 class Device:
     """1 ms per 100 tokens of prefill, 10 ms a decode step; 20 MB of weights at 100 MB/s, 20 times as fast if staged."""
 
-    def __init__(self, capacity: int, substrate: Substrate) -> None:
-        self.capacity, self.substrate = capacity, substrate
+    def __init__(self, capacity: int, substrate: Substrate, reserved: int = 0) -> None:
+        self.capacity, self.substrate, self.reserved = capacity, substrate, reserved
 
     def spec(self, model: str) -> ModelSpec:
-        return ModelSpec(self.capacity, self.capacity, 8, WEIGHTS, KV, prefill_tokens=2048)
+        return ModelSpec(
+            self.capacity, self.capacity, 8, WEIGHTS, KV, prefill_tokens=2048, reserved_bytes=self.reserved
+        )
 
     def prefill_ms(self, model: str, parts: Sequence[Part]) -> float:
         return sum(p.todo for p in parts) / 100
@@ -61,10 +63,12 @@ def substrate(**changes: object) -> Substrate:
 
 
 class Rig:
-    def __init__(self, figures: Substrate, capacity: int = 40_000, config: SlotConfig | None = None) -> None:
+    def __init__(
+        self, figures: Substrate, capacity: int = 40_000, config: SlotConfig | None = None, *, reserved: int = 0
+    ) -> None:
         self.clock = ManualClock()
         instance = InstanceSettings(id="i", engine="sim", models=("a", "b"), page_size=PAGE)
-        self.engine = SimEngine(instance, self.clock, Device(capacity, figures))
+        self.engine = SimEngine(instance, self.clock, Device(capacity, figures, reserved))
         self.driver = SlotDriver(
             self.engine, config or SlotConfig(200.0, 50.0, suspends=figures.hkvr), self.clock, idle_check_s=0.001
         )
@@ -252,6 +256,25 @@ class TestStaging:
         dirty = [t for t in rig.switches if t.target == "b" and t.dirty_bytes]
         assert dirty
         assert all(t.path == "partial" for t in dirty)
+
+    @pytest.mark.parametrize("reserved", [0, 700 * KV])
+    def test_rows_of_a_last_page_that_is_not_whole_are_no_gap(self, reserved: int) -> None:
+        """Nor is what the model keeps for recurrent state: weights, KV and what is staged fit the buffer."""
+        figures = substrate(buffer_bytes=WEIGHTS + 2047 * KV + reserved, chunk_bytes=100_000)
+        rig = Rig(figures, 2047, SlotConfig(400.0, 400.0, suspends=True), reserved=reserved)
+        rig.submit("first", [1], new=1)
+        rig.rest()
+        kept = rig.engine.kept
+        assert kept is not None
+        assert kept.slack_bytes("a") == 2047 * KV
+        kept.stage("a", "b", rig.clock.now())
+        rig.clock.advance(1.0)
+        kept.taken("a", rig.clock.now())
+        assert rig.engine.staged.bytes == 1024 * KV
+        assert kept.used_bytes("a") == WEIGHTS + reserved + 1024 * KV
+        rig.submit("a", [2] * 1900, new=120)
+        rig.submit("b", [3] * 1900, model="b", new=120)
+        rig.rest()  # looks at the buffer after each turn
 
     def test_full_kv_leaves_no_room(self) -> None:
         switches = self.busy(substrate(buffer_bytes=WEIGHTS + 2_048 * KV), prompt=1800, capacity=2_048)

@@ -45,6 +45,18 @@ class ModelSpec:
     """Most tokens of one prefill step: a longer prompt takes several. None: all that fit in KV."""
     kv_segments: int = 1
     """KV tensors per rank: a staging chunk lies in one of them."""
+    reserved_bytes: int = 0
+    """Of the buffer, for recurrent state while the model is active: neither KV nor gap. Over all ranks."""
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of the buffer, whatever the calls: weights and what is reserved."""
+        return self.weight_bytes + self.reserved_bytes
+
+    @property
+    def kv_end_bytes(self) -> int:
+        """Where the gap begins in the buffer: above weights, reserve and all KV rows."""
+        return self.taken_bytes + self.kv_capacity_tokens * self.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)

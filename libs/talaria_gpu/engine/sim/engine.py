@@ -96,10 +96,10 @@ class SimEngine:
 
     @property
     def buffer_bytes(self) -> int:
-        """What the modelled device buffer holds: one model's weights and KV."""
+        """What the modelled device buffer holds: one model's weights, KV and reserve."""
         if self._kept is not None:
             return self._kept.buffer_bytes
-        return max(s.weight_bytes + s.kv_capacity_tokens * s.kv_bytes_per_token for s in self._specs.values())
+        return max(spec.kv_end_bytes for spec in self._specs.values())
 
     def waiting(self, model: str) -> list[str]:
         """Rids waiting for prefill, retracted ones first."""

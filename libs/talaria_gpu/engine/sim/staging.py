@@ -125,12 +125,11 @@ def unstaged(target: ModelSpec) -> SwitchPlan:
 @lru_cache(maxsize=4096)
 def _plan(substrate: Substrate, source: ModelSpec, weight_bytes: int, first_free: int) -> StagePlan:
     page_bytes = source.kv_bytes_per_token * PAGE_TOKENS
-    pages = source.kv_capacity_tokens // PAGE_TOKENS
     return stage_plan(
         weight_bytes,
-        [Segment(source.weight_bytes, page_bytes)],
-        range(first_free, pages),
-        (source.weight_bytes + pages * page_bytes, substrate.buffer_bytes),
+        [Segment(source.taken_bytes, page_bytes)],
+        range(first_free, source.kv_capacity_tokens // PAGE_TOKENS),  # rows of a last page that is not whole stay KV
+        (source.kv_end_bytes, substrate.buffer_bytes),
         chunk_bytes=_chunk_bytes(substrate, source, weight_bytes),
     )
 

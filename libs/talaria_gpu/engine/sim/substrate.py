@@ -59,10 +59,10 @@ class SimSubstrate:
         return self._figures.buffer_bytes
 
     def used_bytes(self, active: str) -> int:
-        """Of the buffer: weights, KV in use, and what is staged."""
+        """Of the buffer: weights, recurrent state's reserve, KV in use, and what is staged."""
         spec = self._specs[active]
         staged = self.staging.staged_bytes if self.staging is not None else 0
-        return spec.weight_bytes + self._pools[active].used * spec.kv_bytes_per_token + staged
+        return spec.taken_bytes + self._pools[active].used * spec.kv_bytes_per_token + staged
 
     # --- calls
 
@@ -174,8 +174,7 @@ class SimSubstrate:
         if not self._figures.staging:
             return 0
         spec, pool = self._specs[active], self._pools[active]
-        gap = self.buffer_bytes - spec.weight_bytes - spec.kv_capacity_tokens * spec.kv_bytes_per_token
-        return gap + pool.available * spec.kv_bytes_per_token
+        return self.buffer_bytes - spec.kv_end_bytes + pool.available * spec.kv_bytes_per_token
 
     # --- a switch
 
