@@ -5,29 +5,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 FRAME = 5
 
 
 def count(messages: list[dict[str, Any]]) -> int:
-    return 3 + sum(FRAME + len(m["content"]) for m in messages)
+    return 3 + sum(FRAME + len(m.get("content") or "") for m in messages)
+
+
+async def at_once(_session: str) -> None:
+    pass
 
 
 class PlainServer:
-    """`refuse` may answer a request with (status, headers, body) instead; `bodies` are all requests, in order."""
+    """`refuse` may answer a request with (status, headers, body) instead; `bodies` are all requests, in order.
+
+    `hold` is awaited before each answer, with the request's session.
+    """
 
     def __init__(
-        self, refuse: Callable[[int, dict[str, Any]], tuple[int, str, str] | None] = lambda _n, _b: None
+        self,
+        refuse: Callable[[int, dict[str, Any]], tuple[int, str, str] | None] = lambda _n, _b: None,
+        hold: Callable[[str], Awaitable[None]] = at_once,
     ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.usage = True
         self.url = ""
+        self.connections = 0
         self._refuse = refuse
+        self._hold = hold
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -35,6 +47,7 @@ class PlainServer:
                 body = json.loads(await reader.readexactly(int(headers["content-length"])))
                 self.bodies.append(body)
                 self.headers.append(headers)
+                await self._hold(headers.get("x-talaria-session-id", ""))
                 refusal = self._refuse(len(self.bodies) - 1, body)
                 if refusal is not None:
                     status, extra, text = refusal

@@ -186,7 +186,8 @@ class Replay:
     async def _session(self, client: Client, calls: Sequence[Call], delay_s: float, gate: asyncio.Semaphore) -> None:
         await asyncio.sleep(delay_s)
         async with gate:
-            talk = Conversation(self._rates[calls[0].model], self._plan.salt)
+            rates = {model: self._rates[model].copy() for model in {c.model for c in calls}}
+            talk = Conversation(rates[calls[0].model], self._plan.salt)
             records: list[CallRecord] = []
             intended = time.monotonic()
             for call in calls:
@@ -194,7 +195,7 @@ class Replay:
                 if call.call:
                     intended += gap_s
                     await asyncio.sleep(max(0.0, intended - time.monotonic()))
-                talk.rate = self._rates[call.model]
+                talk.rate = rates[call.model]
                 messages = talk.next(call)
                 answer = await client.call(call.model, messages, call.completion_tokens, call.session)
                 record = self._record(call, answer, intended, gap_s, digest(messages))
