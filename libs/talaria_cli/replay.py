@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -62,8 +63,9 @@ def run_replay(options: ReplayOptions) -> int:
     try:
         with progress:
             results = asyncio.run(_until_stopped(replay))
-    except (ReplayError, BaseExceptionGroup) as e:
-        print(f"replay: {e}", file=sys.stderr)
+    except (ReplayError, OSError, BaseExceptionGroup) as e:
+        for line in dict.fromkeys(map(_says, _leaves(e))):
+            print(f"talaria replay: {line}", file=sys.stderr)
         return 2
     if results is None:
         where = f"; --resume goes on with {options.out}" if options.out else ""
@@ -71,6 +73,19 @@ def run_replay(options: ReplayOptions) -> int:
         return 130
     show(results, as_json=options.as_json)
     return 1 if results.summary["failed_calls"] else 0
+
+
+def _leaves(e: BaseException) -> Iterator[BaseException]:
+    """What a group of errors holds, groups within it too."""
+    if isinstance(e, BaseExceptionGroup):
+        for each in e.exceptions:
+            yield from _leaves(each)
+    else:
+        yield e
+
+
+def _says(e: BaseException) -> str:
+    return str(e) if isinstance(e, ReplayError | OSError) else f"{type(e).__name__}: {e}"
 
 
 async def _until_stopped(replay: Replay) -> Results | None:

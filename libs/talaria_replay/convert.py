@@ -165,11 +165,12 @@ def _check_message(row: _Row, name: str, message: Any) -> None:
     if not isinstance(message, dict):
         raise row.wrong(name, "a message (an object)", message)
     content = message.get("content")
-    if content is not None and not isinstance(content, str | list):
-        raise row.wrong(f"{name}.content", "a string, a list of parts or null", content)
     for n, part in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(part, dict) or not isinstance(part.get("text", ""), str):
             raise row.wrong(f"{name}.content[{n}]", 'an object, "text" in it a string', part)
+    if (problem := trace.wrong_in_message(message)) is not None:
+        field, expected = problem
+        raise row.wrong(f"{name}.{field}", expected, message.get(field))
 
 
 def _kind(value: Any) -> str:

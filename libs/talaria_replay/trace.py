@@ -139,6 +139,22 @@ def missing_gaps(sources: dict[str, int]) -> str:
     return f"{missing} of {total} gaps are missing from the trace and taken for 0 s" if missing else ""
 
 
+def wrong_in_message(message: dict[str, Any]) -> tuple[str, str] | None:
+    """(field, what is expected there) of a chat message that cannot be sent; None for one that can."""
+    if not isinstance(message.get("content"), str | list | None):
+        return "content", "a string, a list of parts or null"
+    if not isinstance(message.get("role"), str):
+        return "role", "a string"
+    return None
+
+
+def _wrong_messages(messages: Iterable[dict[str, Any]]) -> Iterator[str]:
+    for n, message in enumerate(messages):
+        if (problem := wrong_in_message(message)) is not None:
+            name, expected = problem
+            yield f"field 'messages[{n}].{name}': expected {expected}"
+
+
 class _Checker:
     """Rules that need more than one line."""
 
@@ -166,4 +182,5 @@ class _Checker:
         if (call.gap_s is None) != (call.gap_source == "none"):
             wanted = "'none'" if call.gap_s is None else "'recorded' or 'synthetic'"
             yield f"gap_source {call.gap_source!r} with gap_s {call.gap_s}, expected {wanted}"
+        yield from _wrong_messages(call.messages or ())
         self._last[call.session] = call

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from talaria_replay.generate import SHAPES, generate
 from talaria_replay.live import results
-from talaria_replay.live.prompts import Conversation, Rate
+from talaria_replay.live.prompts import Conversation, Rate, digest
 from talaria_replay.live.run import Plan, Replay, ReplayError, prepare
-from talaria_replay.measure import same_bodies
+from talaria_replay.measure import CallRecord, same_bodies
 from talaria_replay.trace import Call, sessions
 from tests.replay.plain_server import FRAME, count, plain_server
 from tests.support.waiting import until
@@ -86,6 +86,26 @@ async def test_same_bodies_in_every_run_but_for_another_salt() -> None:
         ]
     assert same_bodies(runs[0].calls, runs[1].calls) == 1.0
     assert same_bodies(runs[0].calls, runs[2].calls) == 0.0
+
+
+async def test_same_bodies_whatever_the_order_of_the_answers() -> None:
+    """Two sessions of one model: in each run another one is answered in full before the other."""
+
+    async def run(first: str) -> results.Results:
+        over = asyncio.Event()
+
+        async def hold(session: str) -> None:
+            if session in {"s0", "s1"} and session != first:
+                await over.wait()
+
+        def on_call(r: CallRecord) -> None:
+            if (r.session, r.call) == (first, 3):
+                over.set()
+
+        async with plain_server(hold=hold) as server:
+            return await Replay(Plan(server.url), trace_of(n=2), on_call=on_call).run()
+
+    assert same_bodies((await run("s0")).calls, (await run("s1")).calls) == 1.0
 
 
 async def test_plain_sends_nothing_of_ours_and_lives_without_usage() -> None:
@@ -234,6 +254,20 @@ def test_made_prompts_have_the_trace_s_lengths_and_prefixes(
         answer = "y" * max(1, round(call.completion_tokens * per_token))
         before = [*messages, {"role": "assistant", "content": answer}]
         talk.answered(answer, real, call.completion_tokens)
+
+
+async def test_messages_of_tool_calls_have_no_content() -> None:
+    recorded = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]},
+        {"role": "tool", "tool_call_id": "1", "content": None},
+    ]
+    call = Call(session="s", call=0, model="m", prompt_tokens=9, completion_tokens=1, messages=recorded)
+    async with plain_server() as server:
+        done = await Replay(Plan(server.url), [call]).run()
+    assert done.complete
+    assert server.bodies[-1]["messages"] == recorded
+    assert digest(recorded) != digest([recorded[0], {"role": "assistant"}, recorded[2]])
 
 
 def test_recorded_texts_are_sent_as_they_are() -> None:

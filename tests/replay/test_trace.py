@@ -34,6 +34,8 @@ def test_round_trip(tmp_path: Path, name: str) -> None:
         ([call(0, prompt_tokens=0)], 1, "expected >= 1"),
         ([call(0), call(1, gap_s=-1.0, gap_source="recorded")], 2, "gap_s -1.0"),
         ([call(0), call(1, gap_s=1.0)], 2, "gap_source 'none'"),
+        ([call(0, messages=[{"content": "x"}])], 1, "field 'messages[0].role': expected a string"),
+        ([call(0, messages=[{"role": "user", "content": 5}])], 1, "field 'messages[0].content': expected a string, a"),
     ],
 )
 def test_problems_name_their_line(tmp_path: Path, calls: list[Call], line: int, says: str) -> None:

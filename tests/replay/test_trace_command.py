@@ -62,6 +62,7 @@ GOOD = {"session": "s", "prompt_tokens": 5, "completion_tokens": 1}
         ("messages", {"messages": "no"}, "expected a list of messages"),
         ("messages", {"messages": [["user", "x"]]}, "field 'messages[0]': expected a message (an object), got array"),
         ("messages", {"traj": [{"role": "user", "content": 5}]}, "field 'traj[0].content': expected a string"),
+        ("messages", {"messages": [{"content": "x"}]}, "field 'messages[0].role': expected a string, got null"),
         ("messages", {"messages": [{"content": [{"text": None}]}]}, "field 'messages[0].content[0]': expected"),
     ],
 )

@@ -13,6 +13,7 @@ run and corrected by each answer's `usage`. As each prompt is measured from the 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,10 @@ def words(rng: random.Random, chars: int) -> str:
 
 
 class Rate:
-    """Characters per token and tokens of a message's frame, as one server counts for one model."""
+    """Characters per token and tokens of a message's frame, as one server counts for one model.
+
+    It learns, so each session needs its own: else the length of its texts would depend on when others are answered.
+    """
 
     def __init__(self, chars_per_token: float = 4.0, frame_tokens: float = 8.0) -> None:
         self.chars_per_token = chars_per_token
@@ -65,6 +69,10 @@ class Rate:
             self.chars_per_token += _ALPHA * (observed - self.chars_per_token)
         else:
             self.frame_tokens = max(0.0, self.frame_tokens + _ALPHA * (tokens - text - self.frame_tokens))
+
+    def copy(self) -> Rate:
+        """What is known so far, to go on from."""
+        return Rate(self.chars_per_token, self.frame_tokens)
 
     def chars(self, tokens: float) -> int:
         """Text for so many tokens; at least one character, as an empty message is none."""
@@ -158,6 +166,5 @@ def digest(messages: list[Message]) -> str:
     """16 hex digits that tell whether two runs sent the same messages."""
     h = hashlib.blake2b(digest_size=8)
     for message in messages:
-        content = message["content"]
-        h.update(f"{message['role']}\0{content if isinstance(content, str) else repr(content)}\0".encode())
+        h.update(json.dumps(message, sort_keys=True).encode() + b"\0")
     return h.hexdigest()
