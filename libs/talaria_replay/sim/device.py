@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,8 @@ class Times:
 
     prefill = fixed + per_token·Σnew + per_pair·Σ(new·cached + new²/2), or with `power`, fixed·(Σnew)^power, where the
     steps of one prompt together cost what it would cost at once;
-    decode step = fixed + per_call·batch + per_context·Σcontext.
+    decode step = fixed + per_call·batch + per_context·Σcontext, or with `decode_batches`, what lies between the next
+    smaller and the next larger batch, + per_context·Σcontext.
     """
 
     prefill_fixed: float
@@ -39,6 +41,8 @@ class Times:
     decode_context: float
     prefill_power: float = 0.0
     source: str = ""
+    decode_batches: tuple[tuple[int, float], ...] = ()
+    """(calls, ms without context), ascending: on a CPU two calls may take as long as eight."""
 
     def prefill_ms(self, parts: Sequence[Part]) -> float:
         """One step."""
@@ -52,7 +56,10 @@ class Times:
 
     def decode_ms(self, batch: int, context: int, steps: int) -> float:
         """So many iterations, the contexts growing by one token each."""
-        first = self.decode_fixed + self.decode_call * batch + self.decode_context * context
+        at = self.decode_fixed + self.decode_call * batch
+        if self.decode_batches:
+            at = _between(self.decode_batches, batch)
+        first = at + self.decode_context * context
         return steps * first + self.decode_context * batch * steps * (steps - 1) / 2
 
 
@@ -70,11 +77,33 @@ def times(model: Model, hw: Hardware, calibration: CalibrationName) -> Times:
     d0, d1, d2 = fit([((1.0, b, c), ms) for b, c, ms in parse_decode(points)])
     if calibration != "paper":
         p0, p1, p2 = fit([((1.0, n, n * (c + n / 2)), ms) for c, n, ms in parse_prefill(points)])
+        if calibration == "measured":
+            batches, slope = _by_batch(points)
+            return Times(p0, p1, p2, 0.0, 0.0, slope, source=points.source, decode_batches=batches)
         return Times(p0, p1, p2, d0, d1, d2, source=points.source)
     if model.paper is None:
         raise ProfileError(f"model {model.name}: it has no [paper]")
     factor, power = _power(model.paper)
     return Times(factor, 0.0, 0.0, d0, d1, d2, prefill_power=power, source=model.paper.source)
+
+
+def _by_batch(points: Points) -> tuple[tuple[tuple[int, float], ...], float]:
+    """Measured decode steps: (calls, ms without context) of each batch, and ms per token of context."""
+    rows = parse_decode(points)
+    sizes = sorted({batch for batch, _, _ in rows})
+    *at, slope = fit([((*(float(batch == size) for size in sizes), float(context)), ms) for batch, context, ms in rows])
+    return tuple(zip(sizes, at, strict=True)), slope
+
+
+def _between(table: Sequence[tuple[int, float]], batch: int) -> float:
+    """Of a table (calls, ms), linear between its rows and beyond the last two; below the first, the first."""
+    at = min(bisect_left(table, (batch, -math.inf)), len(table) - 1)
+    size, ms = table[at]
+    if at == 0:
+        return ms * max(1.0, batch / size)
+    before, least = table[at - 1]
+    slope = (ms - least) / (size - before)
+    return ms + max(0.0, slope) * (batch - size) if batch > size else least + slope * (batch - before)
 
 
 def _power(points: Points) -> tuple[float, float]:
