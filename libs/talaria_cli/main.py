@@ -301,11 +301,14 @@ def trace_convert(  # noqa: PLR0917 - typer makes each argument an option
     model: Annotated[str, typer.Option("--model", help="Name all calls' model so.")] = "",
     gaps: Annotated[str, typer.Option("--gaps", help="none, or synthetic ones where none was recorded.")] = "none",
     seed: Annotated[int, typer.Option("--seed", help="Of synthetic gaps.")] = 0,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="A model's folder: counts tokens where a message log does not.")
+    ] = None,
 ) -> None:
     """Convert a public data set or a log of OpenAI messages into a trace."""
     from talaria_cli.trace import run_convert
 
-    raise SystemExit(run_convert(source, out, form, model, gaps, seed))
+    raise SystemExit(run_convert(source, out, form, model, gaps, seed, tokenizer=tokenizer))
 
 
 @trace_app.command("generate")

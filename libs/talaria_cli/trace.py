@@ -8,20 +8,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from talaria_replay import trace
-from talaria_replay.convert import FORMATS, with_gaps
+from talaria_replay.convert import FORMATS, Count, message_logs, with_gaps
 from talaria_replay.generate import SHAPES, gap, generate
 from talaria_replay.measure import percentiles
 
 
-def run_convert(source: Path, out: Path, form: str, model: str, gaps: str, seed: int) -> int:  # noqa: PLR0917 - the command's options
+def run_convert(  # noqa: PLR0917 - the command's options
+    source: Path, out: Path, form: str, model: str, gaps: str, seed: int, *, tokenizer: Path | None = None
+) -> int:
     """Convert; the trace appears only when it is whole and valid. Returns the exit code."""
     if form not in FORMATS or gaps not in {"none", "synthetic"}:
         print(f"talaria trace: --format is one of {', '.join(FORMATS)}; --gaps is none or synthetic", file=sys.stderr)
         return 2
+    if tokenizer is not None and form != "messages":
+        print(f"talaria trace: --tokenizer is for --format messages; {form} has its own counts", file=sys.stderr)
+        return 2
     rng = random.Random(seed)  # noqa: S311 - repeatable on purpose
-    convert = FORMATS[form]
-    calls: Iterator[trace.Call] = (
-        convert(source, model=model or None) if form != "messages" else convert(source, model=model or "unknown")
+    try:
+        count = None if tokenizer is None else _count(tokenizer)
+    except (ImportError, ValueError) as e:
+        print(f"talaria trace: --tokenizer: {e}", file=sys.stderr)
+        return 2
+    calls = (
+        message_logs(source, model=model or "unknown", count=count)
+        if form == "messages"
+        else FORMATS[form](source, model=model or None)
     )
     if gaps == "synthetic":
         calls = with_gaps(calls, lambda: round(gap(rng), 4))
@@ -34,6 +45,9 @@ def run_generate(shape: str, out: Path, sessions: int, models: str, seed: int, l
         print(f"talaria trace: no shape {shape!r}: there are {', '.join(SHAPES)}", file=sys.stderr)
         return 2
     names = [m for m in models.split(",") if m]
+    if not names:
+        print(f"talaria trace: --models {models!r}: expected names, with commas between them", file=sys.stderr)
+        return 2
     made = generate(shape, sessions=sessions, models=names, seed=seed, max_context_tokens=limit)
     return _save(out, made)
 
@@ -63,6 +77,14 @@ def run_check(file: Path) -> int:
     if missing := trace.missing_gaps(sources):
         print(f"{file}: {missing}; talaria trace convert --gaps synthetic draws them", file=sys.stderr)
     return 0
+
+
+def _count(folder: Path) -> Count:
+    """Tokens of a text. Raises ValueError, or ImportError without the tokenizers library, if `folder` has none."""
+    from talaria_gpu.text import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    return lambda text: len(tokenizer.encode(text))
 
 
 def _save(out: Path, calls: Iterator[trace.Call]) -> int:

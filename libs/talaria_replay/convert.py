@@ -16,6 +16,11 @@ from talaria_replay.trace import Call, TraceError
 CHARS_PER_TOKEN = 4.0
 """For logs without counts only, and said so in the trace's documentation; a tokenizer gives exact counts."""
 
+COUNTS = ("prompt_tokens", "completion_tokens")
+"""What a log may say of an assistant message's call, in the message; no part of what was sent."""
+MOST = 1 << 53
+"""Tokens or blocks; beyond it a number in JSON is no exact one."""
+
 Count = Callable[[str], int]
 
 
@@ -28,7 +33,21 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise TraceError(path, [f"line {number}: {e}; expected a JSON object"]) from e
         if not isinstance(row, dict):
             raise TraceError(path, [f"line {number}: expected an object, got {_kind(row)}"])
+        if b"\\u" in line:
+            _check_text(path, number, row)
         yield number, row
+
+
+def _check_text(path: Path, number: int, row: dict[str, Any]) -> None:
+    """JSON can write half of a surrogate pair, which is no text and can be written nowhere."""
+    for name, value in row.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as e:
+            half = f"\\u{ord(e.object[e.start]):04x}"
+            raise TraceError(
+                path, [f"line {number}: field {name!a}: expected text, got half of a surrogate pair ({half})"]
+            ) from e
 
 
 class _Row:
@@ -57,8 +76,11 @@ class _Row:
 
     def count(self, name: str) -> int:
         """A number of tokens or blocks."""
-        value = self._there(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        return self.as_count(name, self._there(name))
+
+    def as_count(self, name: str, value: Any) -> int:
+        """`value`, which stands in field `name`, as `count`."""
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
             raise self.wrong(name, "an integer >= 0", value)
         return value
 
@@ -85,15 +107,19 @@ class _Row:
 def swebench_calls(path: Path, *, model: str | None = None) -> Iterator[Call]:
     """mini-swe-agent's per-call records (append-only history, so the whole previous context is reusable).
 
+    Of an answer only what went into the history is: `reasoning_tokens`, which `completion_tokens` contains, did not.
     Its timestamps are not usable as gaps: `gap_s` is left out.
     """
     before: dict[str, Call] = {}
+    thought: dict[str, int] = {}
     for number, fields in rows(path):
         row = _Row(path, number, fields)
         session = row.text("session")
         prompt = max(1, row.count("prompt_tokens"))
         last = before.get(session)
-        reusable = 0 if last is None else min(prompt, last.prompt_tokens + last.completion_tokens)
+        said = 0 if last is None else max(0, last.completion_tokens - thought[session])
+        reusable = 0 if last is None else min(prompt, last.prompt_tokens + said)
+        thought[session] = row.count_or_0("reasoning_tokens")
         call = Call(
             session=session,
             call=0 if last is None else last.call + 1,
@@ -107,8 +133,10 @@ def swebench_calls(path: Path, *, model: str | None = None) -> Iterator[Call]:
 
 
 def claude_code_calls(path: Path, *, model: str | None = None, gap_cap_s: float | None = None) -> Iterator[Call]:
-    """Claude Code's per-call records with 64-token block hashes; reuse is exact to the block.
+    """Claude Code's per-call records with 64-token block hashes of the prompts.
 
+    Reuse of a cut prompt is exact to the block. Blocks do not show answers: where all blocks of the previous prompt
+    return and there is room for its answer behind them, prompt and answer are taken for reusable whole.
     `think_time` there includes people, not only tools: it becomes the gap, and `gap_cap_s` caps it.
     """
     block = 64
@@ -118,7 +146,11 @@ def claude_code_calls(path: Path, *, model: str | None = None, gap_cap_s: float 
         session = row.text("session")
         prompt = max(1, row.count("prompt_tokens"))
         last = before.get(session)
-        common = 0 if last is None else min(block * row.count_or_0("lcp_prev_blocks"), prompt, last.prompt_tokens)
+        common = row.count_or_0("lcp_prev_blocks")
+        reusable = 0 if last is None else min(block * common, prompt, last.prompt_tokens)
+        context = 0 if last is None else last.prompt_tokens + last.completion_tokens
+        if common and common == row.count_or_0("prev_blocks") and prompt >= context:
+            reusable = context
         think = row.seconds_or_none("think_time")
         gap = None if last is None or think is None else min(think, gap_cap_s or think)
         call = Call(
@@ -127,7 +159,7 @@ def claude_code_calls(path: Path, *, model: str | None = None, gap_cap_s: float 
             model=model or row.text_or_none("model") or "unknown",
             prompt_tokens=prompt,
             completion_tokens=max(1, row.count("completion_tokens")),
-            reusable_tokens=common,
+            reusable_tokens=reusable,
             gap_s=gap,
             gap_source="none" if gap is None else "recorded",
             parent=row.text_or_none("parent"),
@@ -139,9 +171,9 @@ def claude_code_calls(path: Path, *, model: str | None = None, gap_cap_s: float 
 def message_logs(path: Path, *, model: str, count: Count | None = None, texts: bool = True) -> Iterator[Call]:
     """Logs of whole conversations, one per line, OpenAI messages under "messages" or "traj".
 
-    Each assistant message is one call whose prompt is everything before it. Token counts come from `count`, else
-    from four characters a token. A conversation is named by session, instance_id, task_id and trial, as many as there
-    are; two lines of one name are a mistake.
+    Each assistant message is one call whose prompt is everything before it. Token counts are those that the message
+    gives (COUNTS, which are taken out of it), else `count`'s, else one for four characters. A conversation is named by
+    session, instance_id, task_id and trial, as many as there are; two lines of one name are a mistake.
     """
     measure = count or (lambda text: max(1, round(len(text) / CHARS_PER_TOKEN)))
     lines: dict[str, int] = {}
@@ -158,6 +190,9 @@ def message_logs(path: Path, *, model: str, count: Count | None = None, texts: b
             raise row.wrong("-".join(names), f"another name than that of line {first}", session)
         for n, message in enumerate(messages):
             _check_message(row, f"{under}[{n}]", message)
+            for name in COUNTS:
+                if message.get(name) is not None:
+                    row.as_count(f"{under}[{n}].{name}", message[name])
         yield from _conversation(session, messages, model, measure, texts)
 
 
@@ -182,23 +217,25 @@ def _kind(value: Any) -> str:
 def _conversation(
     session: str, messages: list[dict[str, Any]], model: str, measure: Count, texts: bool
 ) -> Iterator[Call]:
-    sizes = [measure(_text(m)) for m in messages]
+    plain = [{k: v for k, v in message.items() if k not in COUNTS} for message in messages]
+    sizes = [measure(_text(m)) for m in plain]
     known = 0  # tokens of the previous prompt and completion
     number = 0
     for at, message in enumerate(messages):
         if message.get("role") != "assistant" or at == 0:
             continue
-        prompt = max(1, sum(sizes[:at]))
+        prompt = max(1, message.get("prompt_tokens") or sum(sizes[:at]))
+        completion = max(1, message.get("completion_tokens") or sizes[at])
         yield Call(
             session=session,
             call=number,
             model=model,
             prompt_tokens=prompt,
-            completion_tokens=max(1, sizes[at]),
+            completion_tokens=completion,
             reusable_tokens=min(known, prompt),
-            messages=messages[:at] if texts else None,
+            messages=plain[:at] if texts else None,
         )
-        known = prompt + max(1, sizes[at])
+        known = prompt + completion
         number += 1
 
 

@@ -68,7 +68,7 @@ def read(path: Path) -> list[Call]:
         for number, line in lines(path):
             try:
                 call = _decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
                 problems.append(f"line {number}: {e}")
             else:
                 problems += [f"line {number}: {p}" for p in checker.check(call)]
