@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -49,6 +50,7 @@ def model_map(pairs: list[str]) -> dict[str, str]:
 def run_replay(options: ReplayOptions) -> int:
     """Replay; the summary goes to stdout. 0: every call was answered; 1: not; 2: it could not begin; 130: stopped."""
     try:
+        _check_url(options.plan.url)
         calls = prepare(trace.read(options.file), options.plan)
         headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
         progress = _Progress(sum(1 for _ in calls))
@@ -73,6 +75,13 @@ def run_replay(options: ReplayOptions) -> int:
         return 130
     show(results, as_json=options.as_json)
     return 1 if results.summary["failed_calls"] else 0
+
+
+def _check_url(url: str) -> None:
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as e:
+        raise ReplayError(f"--url {url!r}: {e}; expected http://HOST:PORT") from e
 
 
 def _leaves(e: BaseException) -> Iterator[BaseException]:
