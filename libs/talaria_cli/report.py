@@ -11,7 +11,9 @@ from talaria_replay.live.results import write_text
 from talaria_replay.report import markdown, spec
 from talaria_replay.report.figures import draw
 from talaria_replay.report.run import Runner
+from talaria_replay.sim.laws import LawError
 from talaria_replay.sim.profiles import ProfileError
+from talaria_replay.sim.scenario import ScenarioError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,13 @@ def run_report(options: ReportOptions) -> int:
         )
         print(f"report: {runner.gaps}", file=sys.stderr, flush=True)
         outcomes = [runner.run(e) for e in experiments]
-    except (spec.SpecError, ProfileError, trace.TraceError, OSError) as e:
+    except (spec.SpecError, ScenarioError, ProfileError, trace.TraceError, OSError) as e:
         for line in str(e).splitlines():
             print(f"talaria report: {line}", file=sys.stderr)
         return 2
+    except LawError as e:
+        print(f"talaria report: {e}", file=sys.stderr)
+        return 3
     options.out.mkdir(parents=True, exist_ok=True)
     figures: dict[str, str] = {}
     for outcome in outcomes:

@@ -18,9 +18,11 @@ from talaria_cli.replay import model_map, table
 from talaria_replay import trace
 from talaria_replay.generate import SHAPES, generate
 from talaria_replay.live.results import write_text
+from talaria_replay.ranges import checked
 from talaria_replay.sim import catalog, profiles
 from talaria_replay.sim.arrivals import Bursts
 from talaria_replay.sim.capacity import Capacity, search
+from talaria_replay.sim.laws import LawError
 from talaria_replay.sim.run import SimResult, capacity_table, encode, simulate_sessions
 from talaria_replay.sim.scenario import Group, Scenario, ScenarioError
 from talaria_replay.trace import Call
@@ -85,7 +87,7 @@ def groups(hardware: list[str], models: list[str]) -> tuple[Group, ...]:
 
 def _hardware(spec: str) -> tuple[str, int, tuple[str, ...]]:
     """(profile, count, models)."""
-    left, _, own = spec.partition(":") if not spec.endswith(".toml") else (spec, "", "")
+    left, _, own = spec.partition(":")
     name, times, count = left.rpartition("x")
     counted = bool(times) and count.isdigit()
     return name if counted else left, int(count) if counted else 1, tuple(m for m in own.split(",") if m)
@@ -95,7 +97,8 @@ def _scenario(options: SimulateOptions) -> tuple[Scenario, catalog.Catalog | Non
     """The scenario, and the catalog that was placed for it."""
     c = options.catalog
     if not c.size:
-        return Scenario(groups=groups(options.hardware, options.models), **options.scenario), None
+        scenario = Scenario(groups=groups(options.hardware, options.models), **options.scenario)
+        return checked(scenario, ScenarioError), None
     if len(options.hardware) != 1:
         raise ScenarioError("a catalog needs one --hardware NAMExCOUNT")
     name, count, own = _hardware(options.hardware[0])
@@ -106,8 +109,9 @@ def _scenario(options: SimulateOptions) -> tuple[Scenario, catalog.Catalog | Non
         exponent=c.exponent,
         per_instance=c.per_instance,
     )
+    made = checked(made, ScenarioError)
     count = count if options.capacity_s is None else made.least
-    return Scenario(groups=made.groups(count), **options.scenario), made
+    return checked(Scenario(groups=made.groups(count), **options.scenario), ScenarioError), made
 
 
 def load_trace(
@@ -147,7 +151,7 @@ def load_trace(
 
 
 def run_simulate(options: SimulateOptions) -> int:
-    """Simulate; the figures go to stdout. Returns the exit code."""
+    """Simulate; the figures go to stdout. Returns the exit code: 1 calls failed, 2 it cannot be simulated, 3 a bug."""
     try:
         scenario, of = _scenario(options)
         if options.capacity_s is not None:
@@ -160,6 +164,9 @@ def run_simulate(options: SimulateOptions) -> int:
         for line in str(e).splitlines():
             print(f"talaria simulate: {line}", file=sys.stderr)
         return 2
+    except LawError as e:
+        print(f"talaria simulate: {e}", file=sys.stderr)
+        return 3
     if options.out is not None:
         write_text(options.out, encode(result).decode())
     if options.as_json:

@@ -178,7 +178,7 @@ def test_the_notes_are_honest() -> None:
         assert word in notes
 
 
-MUTATED = msgspec.structs.replace(TWO, tau_s=0.0, stagger_s=0.3)
+MUTATED = msgspec.structs.replace(TWO, tau_s=0.0, stagger_s=0.6)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ GPU-seconds are all GPUs of the cluster for the whole window, divided by session
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import msgspec
 
@@ -27,7 +26,7 @@ Simulate = Callable[[str, Scenario, Sequence[Call]], "SimResult | str"]
 
 
 def cost(
-    scenario: Scenario, calls: Sequence[Call], simulate: Simulate, calibrations: Sequence[str]
+    scenario: Scenario, calls: Sequence[Call], simulate: Simulate, calibrations: Sequence[CalibrationName]
 ) -> tuple[list[Row], list[str]]:
     """Rows and notes. The scenario's first group names hardware and models."""
     first = scenario.groups[0]
@@ -45,7 +44,7 @@ def cost(
     for calibration in calibrations:
         for name, setup in setups.items():
             what = f"{name}, {calibration}"
-            changed = msgspec.structs.replace(setup, calibration=cast("CalibrationName", calibration))
+            changed = msgspec.structs.replace(setup, calibration=calibration)
             result = simulate(what, changed, calls)
             if isinstance(result, str):
                 rows.append(Row(what, METRICS[0], None, note=result))

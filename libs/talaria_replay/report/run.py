@@ -263,7 +263,7 @@ class Runner:
         assert e.catalog is not None
         calls = generate(
             e.shape,
-            sessions=e.sessions * self._issues // workload.ISSUES,
+            sessions=max(1, e.sessions * self._issues // workload.ISSUES),
             models=e.catalog.models,
             seed=self._seed,
             max_calls=e.max_calls,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
 
+from talaria_replay.ranges import Amount, Positive
+
 
 class Bursts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every `every_s`, for `length_s`, sessions come `factor` times as often."""
+    """Every `every_s`, for `length_s`, sessions come `factor` times as often (1 or more)."""
 
-    every_s: float
-    length_s: float
-    factor: float
+    every_s: Positive
+    length_s: Amount
+    factor: Annotated[float, msgspec.Meta(ge=1)]
 
 
 def offsets(*, stagger_s: float, sessions_per_s: float | None, bursts: Bursts | None, seed: int) -> Iterator[float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
+from talaria_replay.ranges import Amount, Count
 from talaria_replay.sim.scenario import Group, ScenarioError
 
 
@@ -21,10 +23,10 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     hardware: str
-    base: tuple[str, ...]
-    size: int
-    exponent: float = 1.0
-    per_instance: int = 3
+    base: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    size: Count
+    exponent: Amount = 1.0
+    per_instance: Count = 3
 
     @property
     def models(self) -> list[str]:

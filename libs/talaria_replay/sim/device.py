@@ -69,11 +69,14 @@ def times(model: Model, hw: Hardware, calibration: CalibrationName) -> Times:
         if model.roofline is None:
             raise ProfileError(f"model {model.name}: it has no [roofline]")
         return _roofline(model.roofline, model, hw)
-    tables = model.measured if calibration == "measured" else model.aic
+    kind, tables = ("measured", model.measured) if calibration == "measured" else ("aic", model.aic)
     points = tables.get(hw.name)
     if points is None:
-        kind = "measured" if calibration == "measured" else "aic"
         raise ProfileError(f"model {model.name}: no [{kind}.{hw.name}]; there is {', '.join(tables) or 'none'}")
+    needed = ("decode_step_ms",) if calibration == "paper" else ("prefill_ms", "decode_step_ms")
+    for name in needed:
+        if not getattr(points, name):
+            raise ProfileError(f"model {model.name}: [{kind}.{hw.name}]: {name}: expected a point or more")
     d0, d1, d2 = fit([((1.0, b, c), ms) for b, c, ms in parse_decode(points)])
     if calibration != "paper":
         p0, p1, p2 = fit([((1.0, n, n * (c + n / 2)), ms) for c, n, ms in parse_prefill(points)])
@@ -83,6 +86,8 @@ def times(model: Model, hw: Hardware, calibration: CalibrationName) -> Times:
         return Times(p0, p1, p2, d0, d1, d2, source=points.source)
     if model.paper is None:
         raise ProfileError(f"model {model.name}: it has no [paper]")
+    if len(model.paper.prefill_ms) != 2:
+        raise ProfileError(f"model {model.name}: [paper]: prefill_ms: expected two points")
     factor, power = _power(model.paper)
     return Times(factor, 0.0, 0.0, d0, d1, d2, prefill_power=power, source=model.paper.source)
 
@@ -114,12 +119,15 @@ def _power(points: Points) -> tuple[float, float]:
 
 
 def _roofline(r: Roofline, model: Model, hw: Hardware) -> Times:
+    missing = [name for name in ("bf16_tflops", "hbm_tb_s") if not getattr(hw, name)]
+    if missing:
+        raise ProfileError(f"hardware {hw.name}: {', '.join(missing)}: expected for the roofline of {model.name}")
     flops = hw.gpus * hw.bf16_tflops * 1e12 * r.efficiency
     bandwidth = hw.gpus * hw.hbm_tb_s * 1e12 * r.bandwidth_efficiency
     return Times(
         prefill_fixed=r.step_overhead_ms,
         prefill_token=2 * r.active_params / flops * 1000,
-        prefill_pair=0.0,
+        prefill_pair=4 * r.attention_layers * r.query_width / flops * 1000,
         decode_fixed=r.step_overhead_ms + 2 * r.active_params / bandwidth * 1000,
         decode_call=0.0,
         decode_context=model.kv_bytes_per_token * copies(model, hw) / bandwidth * 1000,
@@ -137,9 +145,9 @@ def buffer_bytes(hw: Hardware) -> int:
     return int(hw.gpus * hw.hbm_gib * GIB * hw.usable)
 
 
-def weight_bytes(model: Model) -> int:
+def weight_bytes(model: Model, hw: Hardware) -> int:
     """Over all GPUs."""
-    return round(model.weight_gb * 1e9)
+    return round(model.weight_gb_on.get(hw.name, model.weight_gb) * 1e9)
 
 
 def state_bytes(model: Model) -> int:
@@ -149,7 +157,7 @@ def state_bytes(model: Model) -> int:
 
 def kv_capacity_tokens(model: Model, hw: Hardware) -> int:
     """Tokens of KV beside weights and recurrent state. Raises ProfileError when not even those, or `kv_tokens`, fit."""
-    room = buffer_bytes(hw) - weight_bytes(model) - state_bytes(model)
+    room = buffer_bytes(hw) - weight_bytes(model, hw) - state_bytes(model)
     fits = room // (model.kv_bytes_per_token * copies(model, hw))
     if model.kv_tokens is not None:
         if model.kv_tokens > fits:
@@ -198,6 +206,9 @@ class ProfiledDevice:
         self.times = {name: times(m, hw, calibration) for name, m in models.items()}
         self._models = dict(models)
         self._specs = {name: self._spec(m) for name, m in models.items()}
+        block = max(spec.kv_bytes_per_token for spec in self._specs.values()) * block_tokens
+        if hkvr and self.substrate.host_bytes < block:
+            raise ProfileError(f"host_gib: expected at least {block / GIB:.4f}, a block of KV")
 
     def _spec(self, model: Model) -> ModelSpec:
         capacity = kv_capacity_tokens(model, self.hw)
@@ -205,7 +216,7 @@ class ProfiledDevice:
             kv_capacity_tokens=capacity,
             context_tokens=min(capacity, model.context_tokens),
             max_running=model.max_running,
-            weight_bytes=weight_bytes(model),
+            weight_bytes=weight_bytes(model, self.hw),
             kv_bytes_per_token=model.kv_bytes_per_token * copies(model, self.hw),
             prefill_tokens=model.prefill_tokens,
             kv_segments=model.kv_segments,

@@ -7,6 +7,7 @@ several kinds of timing; `CALIBRATIONS` says what each is worth.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+
+from talaria_replay.ranges import Amount, Count, Positive, Share, made
 
 CalibrationName = Literal["paper", "aic", "measured", "roofline"]
 CALIBRATIONS: dict[str, str] = {
@@ -38,58 +41,76 @@ class Hardware(_Table, frozen=True):
 
     name: str
     about: str
-    gpus: int
-    hbm_gib: float
+    gpus: Count
+    hbm_gib: Positive
     """Per GPU."""
-    usable: float
+    usable: Share
     """Share of HBM for weights and KV."""
-    h2d_gb_s: float
+    h2d_gb_s: Positive
     """Per GPU, with all of the group loading at once."""
-    d2d_gb_s: float
+    d2d_gb_s: Positive
     """Per GPU: a copy within its HBM, bytes moved per second."""
-    host_gib: float
+    host_gib: Positive
     """Host memory for KV, of the group."""
-    phase1_ms: float
+    phase1_ms: Amount
     """Switch phases (appendix D), without waits for copies, and without weights and KV moved."""
-    phase2_ms: float
-    phase3_ms: float
-    phase4_ms: float
-    phase5_ms: float
-    bf16_tflops: float = 0.0
+    phase2_ms: Amount
+    phase3_ms: Amount
+    phase4_ms: Amount
+    phase5_ms: Amount
+    bf16_tflops: Amount = 0.0
     """Per GPU, dense; for roofline."""
-    hbm_tb_s: float = 0.0
+    hbm_tb_s: Amount = 0.0
     """Per GPU; for roofline."""
-    kv_gb_s: float = 0.0
+    kv_gb_s: Amount = 0.0
     """Per GPU: a link of its own for KV; 0: it shares the other."""
-    disk_gb_s: float = 0.0
+    disk_gb_s: Amount = 0.0
     """Into host memory, of the group: how fast a model that is opened is read; 0: at once."""
-    staging_chunk_mib: float = 4.0
+    staging_chunk_mib: Positive = 4.0
     """A staging chunk on one GPU, as in `[[instances]]`."""
+
+
+_TOKENS, _MORE, _STEP = (re.compile(p) for p in (r"[1-9]\d*", r"[1-9]\d*\+\d+", r"b[1-9]\d*@[1-9]\d*"))
+
+
+def _keys(name: str, points: Mapping[str, float], form: re.Pattern[str], expected: str) -> None:
+    for key in points:
+        if not form.fullmatch(key):
+            raise ProfileError(f"{name}.{key}: expected a key {expected}, as whole numbers")
 
 
 class Points(_Table, frozen=True):
     """Measured or composed times, ms: the simulator fits its curves to them (`fit`)."""
 
     source: str
-    prefill_ms: dict[str, float]
+    prefill_ms: dict[str, Positive]
     """Tokens of one prompt, nothing cached → ms."""
-    incr_prefill_ms: dict[str, float] = {}
+    incr_prefill_ms: dict[str, Positive] = {}
     """"new+cached" tokens → ms."""
-    decode_step_ms: dict[str, float] = {}
+    decode_step_ms: dict[str, Positive] = {}
     """"bBATCH@CONTEXT" → ms of one iteration."""
+
+    def __post_init__(self) -> None:
+        _keys("prefill_ms", self.prefill_ms, _TOKENS, "TOKENS")
+        _keys("incr_prefill_ms", self.incr_prefill_ms, _MORE, "NEW+CACHED")
+        _keys("decode_step_ms", self.decode_step_ms, _STEP, "bBATCH@CONTEXT")
 
 
 class Roofline(_Table, frozen=True):
     """What a roofline estimate needs."""
 
     source: str
-    active_params: float
+    active_params: Positive
     """Parameters used for one token."""
-    efficiency: float
+    attention_layers: Count
+    """Layers in which a token attends to all before it."""
+    query_width: Count
+    """Query heads x their size: each pair of tokens costs 4 x this FLOPs in such a layer (scores, and values)."""
+    efficiency: Share
     """Share of peak FLOPs in prefill."""
-    bandwidth_efficiency: float
+    bandwidth_efficiency: Share
     """Share of peak bandwidth in decode."""
-    step_overhead_ms: float
+    step_overhead_ms: Amount
     """Launches and communication of one step."""
 
 
@@ -98,21 +119,23 @@ class Model(_Table, frozen=True):
 
     name: str
     about: str
-    weight_gb: float
-    kv_bytes_per_token: int
+    weight_gb: Positive
+    kv_bytes_per_token: Count
     """Of one copy of its KV."""
-    kv_heads: int
+    kv_heads: Count
     """With more GPUs than heads each head's KV is kept more than once; 1 for a latent (MLA)."""
-    context_tokens: int
-    max_running: int
-    prefill_tokens: int
+    context_tokens: Count
+    max_running: Count
+    prefill_tokens: Count
     """A prefill batch takes no more calls once it has so many tokens."""
-    kv_segments: int = 1
+    kv_segments: Count = 1
     """KV tensors on each GPU: K and V of each attention layer, or its latent."""
-    state_mb_per_sequence: float = 0.0
+    state_mb_per_sequence: Amount = 0.0
     """Recurrent state, on top of the KV."""
-    kv_tokens: int | None = None
+    kv_tokens: Count | None = None
     """KV capacity where it is configured; None: what the buffer leaves."""
+    weight_gb_on: dict[str, Positive] = {}
+    """By hardware: where its weights are others, for want of a number format."""
     aic: dict[str, Points] = {}
     """By hardware."""
     measured: dict[str, Points] = {}
@@ -133,6 +156,8 @@ def _text(kind: str, name: str) -> tuple[str, str]:
         return str(path), path.read_text(encoding="utf-8")
     except OSError as e:
         raise ProfileError(f"{path}: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ProfileError(f"{path}: expected UTF-8 ({e})") from e
 
 
 @cache
@@ -145,9 +170,10 @@ def _shipped(kind: str, name: str) -> tuple[str, str]:
 
 def _parsed(cls: type[T], where: str, text: str) -> T:
     try:
-        return msgspec.convert(tomllib.loads(text), cls)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as e:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
         raise ProfileError(f"{where}: {e}") from e
+    return made(cls, values, ProfileError, where)
 
 
 def names(kind: str) -> list[str]:
@@ -167,11 +193,11 @@ def _hardware(where: str, text: str) -> Hardware:
 
 
 def changed(hw: Hardware, values: Mapping[str, float]) -> Hardware:
-    """`hw` with other values. Raises ProfileError on one that it does not have."""
+    """`hw` with other values. Raises ProfileError on one that it does not have, or that cannot be."""
     unknown = sorted(name for name in values if not isinstance(getattr(hw, name, None), int | float))
     if unknown:
         raise ProfileError(f"hardware {hw.name}: there is no value {unknown[0]!r} to change")
-    return msgspec.structs.replace(hw, **values) if values else hw
+    return made(Hardware, msgspec.to_builtins(hw) | dict(values), ProfileError, f"hardware {hw.name}") if values else hw
 
 
 def model(name: str) -> Model:

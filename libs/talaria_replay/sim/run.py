@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 
 from talaria_common.settings import InstanceSettings
 from talaria_gpu.sched.ablation import Ablation
 from talaria_gpu.sched.config import SlotConfig
 from talaria_replay import trace
 from talaria_replay.measure import CallRecord, Tally
+from talaria_replay.ranges import checked
 from talaria_replay.sim import profiles
 from talaria_replay.sim.arrivals import offsets
 from talaria_replay.sim.clients import Agent
@@ -21,7 +23,7 @@ from talaria_replay.sim.device import ProfiledDevice, kv_capacity_tokens
 from talaria_replay.sim.events import EventHeap, VirtualClock
 from talaria_replay.sim.laws import CallLaws, LawError
 from talaria_replay.sim.mesh import SimMesh
-from talaria_replay.sim.scenario import ABLATIONS, Scenario, ScenarioError, check_ablation
+from talaria_replay.sim.scenario import ABLATIONS, Scenario, ScenarioError
 from talaria_replay.sim.tally import SlotTally, TraceTally
 from talaria_replay.trace import Call
 
@@ -85,17 +87,20 @@ def _instances(scenario: Scenario) -> Instances:
             host_gib=scenario.host_gib,
         )
         for n in range(group.count):
-            settings = InstanceSettings(
-                id=f"{group.pool}-{g}-{n}",
-                pool=group.pool,
-                engine="sim",
-                models=tuple(named),
-                open=opened,
-                page_size=scenario.page_tokens,
-                max_queued=scenario.max_queued,
-                slot_ms=config.slot_ms,
-                drain_ms=config.drain_ms,
-            )
+            try:
+                settings = InstanceSettings(
+                    id=f"{group.pool}-{g}-{n}",
+                    pool=group.pool,
+                    engine="sim",
+                    models=tuple(named),
+                    open=opened,
+                    page_size=scenario.page_tokens,
+                    max_queued=scenario.max_queued,
+                    slot_ms=config.slot_ms,
+                    drain_ms=config.drain_ms,
+                )
+            except ValidationError as e:
+                raise ScenarioError(f"groups[{g}]: {e.errors()[0]['msg']}") from e
             out.append((settings, device, config))
     return out
 
@@ -117,7 +122,7 @@ def simulate_sessions(scenario: Scenario, sessions: Iterable[Sequence[Call]], *,
         ScenarioError, ProfileError: it cannot be simulated.
         LawError: a bug, in the simulator or in a production core.
     """
-    check_ablation(scenario.ablation)
+    scenario = checked(scenario, ScenarioError)
     instances = _instances(scenario)
     heap = EventHeap(VirtualClock(START))
     opened = START + WARM_S

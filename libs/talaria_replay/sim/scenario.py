@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from talaria_replay.ranges import Amount, Count, Positive
 from talaria_replay.sim.arrivals import Bursts
 from talaria_replay.sim.profiles import CalibrationName
+from talaria_router.policies import POLICIES
 
 MECHANISMS = {
     "sp": "mid-slot admission of returning calls",
@@ -40,9 +42,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Like instances: `count` GPU groups of one kind that serve the same models."""
 
     hardware: str
-    models: tuple[str, ...]
+    models: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     """Profile names, or .toml files."""
-    count: int = 1
+    count: Count = 1
     pool: Literal["hot", "cold"] = "cold"
     open: tuple[str, ...] | None = None
     """Those of `models` that are open at the start; the others are opened on demand (Eq. 2). None: all."""
@@ -69,36 +71,43 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tokenize_ms_per_ktoken: at the instance; assumed.
     """
 
-    groups: tuple[Group, ...]
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1)]
     calibration: CalibrationName = "paper"
-    hardware: dict[str, float] = {}
+    hardware: dict[str, int | float] = {}
     ablation: str = "talaria"
     policy: str = "talaria"
-    tau_s: float = 1.0
-    t_ttft_s: float = 10.0
-    gamma: float = 0.9
+    tau_s: Amount = 1.0
+    t_ttft_s: Positive = 10.0
+    gamma: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9
     admission: bool = True
     overload: Literal["reject", "queue"] = "reject"
-    max_queued: int = 256
-    mu_ms_per_gib: float = 2.0
-    nu_ms: float = 500.0
-    control_window_s: float = 10.0
-    replica_idle_s: float = 300.0
-    slot_ms: float = 2000.0
-    drain_ms: float = 0.0
-    t_tpot_ms: float = 100.0
-    patience_s: float = 10.0
-    page_tokens: int = 64
-    kv_block_tokens: int = 64
-    host_gib: float | None = None
-    heartbeat_s: float = 0.5
-    gap_cap_s: float = 10.0
-    stagger_s: float = 0.0
-    concurrent: int | None = None
-    sessions_per_s: float | None = None
+    max_queued: Count = 256
+    mu_ms_per_gib: Amount = 2.0
+    nu_ms: Amount = 500.0
+    control_window_s: Positive = 10.0
+    replica_idle_s: Positive = 300.0
+    slot_ms: Positive = 2000.0
+    drain_ms: Amount = 0.0
+    t_tpot_ms: Positive = 100.0
+    patience_s: Amount = 10.0
+    page_tokens: Count = 64
+    kv_block_tokens: Count = 64
+    host_gib: Positive | None = None
+    heartbeat_s: Positive = 0.5
+    gap_cap_s: Amount = 10.0
+    stagger_s: Amount = 0.0
+    concurrent: Count | None = None
+    sessions_per_s: Positive | None = None
     bursts: Bursts | None = None
     detail: bool = True
-    deadline_s: float = 86_400.0
-    hop_ms: float = 0.5
-    tokenize_ms_per_ktoken: float = 0.7
+    deadline_s: Positive = 86_400.0
+    hop_ms: Amount = 0.5
+    tokenize_ms_per_ktoken: Amount = 0.7
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_ablation(self.ablation)
+        if self.policy not in POLICIES:
+            raise ScenarioError(f"no policy {self.policy!r}: there are {', '.join(POLICIES)}")
+        if self.bursts is not None and self.sessions_per_s is None:
+            raise ScenarioError("bursts: expected a rate of sessions as well (sessions_per_s, --rate)")
