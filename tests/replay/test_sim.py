@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from talaria_cli.main import main
 from talaria_gpu.engine.contract import SwitchTiming
 from talaria_gpu.engine.ipc import SlotEnded
 from talaria_gpu.engine.sim.device import Part
@@ -24,9 +25,10 @@ from talaria_gpu.staging.chunks import ChunkMap, State
 from talaria_replay import workload
 from talaria_replay.generate import SHAPES, generate
 from talaria_replay.sim import profiles
+from talaria_replay.sim.clients import REFUSED_S
 from talaria_replay.sim.device import ProfiledDevice, Times, buffer_bytes, kv_capacity_tokens, times
 from talaria_replay.sim.instance import SimInstance
-from talaria_replay.sim.laws import CallLaws, InstanceLaws, LawError
+from talaria_replay.sim.laws import STALL_S, CallLaws, InstanceLaws, LawError
 from talaria_replay.sim.run import encode, simulate
 from talaria_replay.sim.scenario import Group, Scenario, ScenarioError
 from talaria_replay.trace import Call
@@ -306,7 +308,7 @@ def _reclaim(chunks: ChunkMap, page: int) -> int:
 class TestLaws:
     def test_calls(self) -> None:
         laws = CallLaws()
-        laws.begin("s", 0)
+        laws.begin("s", 0, 0.0)
         with pytest.raises(LawError, match="never ended"):
             laws.end()
         with pytest.raises(LawError, match="under way"):
@@ -315,9 +317,20 @@ class TestLaws:
         with pytest.raises(LawError, match="twice"):
             laws.ended("s", 0, 1.0)
         with pytest.raises(LawError, match="began after"):
-            laws.begin("s", 0)
+            laws.begin("s", 0, 1.0)
         laws.closed("s")
         laws.end()
+
+    def test_a_mesh_that_is_stuck(self) -> None:
+        laws = CallLaws()
+        laws.stands(1e9)  # nothing is under way
+        laws.begin("s", 0, 1e9)
+        laws.stands(1e9 + STALL_S)
+        laws.begin("t", 0, 1e9 + STALL_S)  # who comes is no sign of life
+        with pytest.raises(LawError, match=r"a bug, .*: nothing has come of 2 calls"):
+            laws.stands(1e9 + STALL_S + 1.0)
+        laws.moved_at = 1e9 + STALL_S
+        laws.stands(1e9 + STALL_S + 1.0)
 
     def test_switches(self) -> None:
         laws = InstanceLaws("i", Nothing(), 0.0)  # type: ignore[arg-type]
@@ -413,6 +426,45 @@ def test_full_kv_beside_staged_weights_is_lawful() -> None:
     summary = simulate(small, trace_of(BIG, 40, 10)).summary
     assert summary["kv_peak_share"]["glm-5-nvfp4"] == 1.0
     assert summary["failed_calls"] == 0
+
+
+def test_hours_between_sessions_are_lawful_and_the_last_call_ends_the_window() -> None:
+    scenario = msgspec.structs.replace(ONE, stagger_s=STALL_S + 500.0, heartbeat_s=5.0)
+    result = simulate(scenario, trace_of(BIG, 2, 2))
+    assert result.summary["failed_calls"] == 0
+    assert result.summary["window_s"] == pytest.approx(max(r.done_s for r in result.calls), abs=0.01)
+
+
+def test_a_call_that_is_refused_for_ever_fails() -> None:
+    """A switch to its model takes longer than a round may: the round check never lets it in."""
+    slow = msgspec.structs.replace(ONE, calibration="paper", admission=True, hardware={"h2d_gb_s": 4.0})
+    result = simulate(slow, trace_of(BIG, 3, 5, seed=0))
+    (failed,) = [r for r in result.calls if r.error]
+    assert failed.done_s - failed.intended_s == pytest.approx(REFUSED_S, rel=0.05)
+    assert failed.cached_tokens == 0
+    assert result.summary["failed_calls"] == result.summary["failed_sessions"] == 1
+    assert "1 calls failed, and with each the rest of its session; first call" in result.notes[-1]
+
+
+def test_a_broken_law_is_said_and_no_result_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def broken(*_: object) -> None:
+        raise LawError("a book does not balance")
+
+    monkeypatch.setattr(CallLaws, "end", broken)
+    monkeypatch.chdir(tmp_path)
+    for command in (
+        ["simulate", "--sessions", "1", "--max-calls", "1"],
+        ["report", "--only", "table-2", "--issues", "1"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["talaria", *command])
+        with pytest.raises(SystemExit, match="3"):
+            main()
+        said = capsys.readouterr().err
+        assert said.splitlines()[-1] == (
+            f"talaria {command[0]}: a bug, in the simulator or in what it simulates: a book does not balance"
+        )
 
 
 def test_contexts_beyond_the_model_are_refused() -> None:

@@ -1,7 +1,7 @@
 """Simulated agents: the same closed loop as `talaria replay`, in virtual time.
 
 A prompt is token ids, not text: the first `reusable_tokens` of the session's context (previous prompt and answer), then
-ids drawn from the call's seed. A refused call is made again when the server said, as OpenAI's SDK does.
+ids drawn from the call's seed. A refused call is made again when the server said, as OpenAI's SDK does, for an hour.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from talaria_replay.sim.laws import CallLaws
 from talaria_replay.sim.mesh import Request, SimMesh, prompt_of
 from talaria_replay.trace import Call
 
-MAX_RETRIES = 10_000
+REFUSED_S = 3600.0
+"""A call that is refused for so long fails: there may be nobody who will ever admit it."""
 
 
 class Agent:
@@ -68,7 +69,7 @@ class Agent:
 
     def _next(self) -> None:
         call = self._calls[self._at]
-        self._laws.begin(call.session, call.call)
+        self._laws.begin(call.session, call.call, self._clock.now())
         self._intended, self._retries = self._clock.now(), 0
         seed = call.seed if call.seed is not None else f"{call.session}/{call.call}"
         rng = random.Random(f"{self._seed}/{seed}")  # noqa: S311 - repeatable on purpose
@@ -80,19 +81,21 @@ class Agent:
     def _send(self) -> None:
         call = self._calls[self._at]
         self._sent, self._first, self._answer = self._clock.now(), 0.0, array("I")
+        self._usage = (0, "none")
         prompt = prompt_of(self._prompt, max(1, call.completion_tokens))
         self._mesh.call(Request(call.session, call.model, prompt, self._frame, self._end))
 
     def _frame(self, frame: Frame) -> None:
+        self._laws.moved_at = self._clock.now()
         if frame.token_ids and not self._first:
-            self._first = self._clock.now()
+            self._first = self._laws.moved_at
         self._answer.extend(frame.token_ids)
         if frame.usage is not None:
             self._usage = (frame.usage.cached_tokens, frame.usage.cache_source)
 
     def _end(self, instance: str, error: TalariaError | None) -> None:
         again = isinstance(error, OverloadedError | UnavailableError) and not self._first
-        if again and error is not None and self._retries < MAX_RETRIES:
+        if again and error is not None and self._clock.now() - self._intended < REFUSED_S:
             self._retries += 1
             self._heap.after(error.retry_after_s or 1.0, self._send)
             return

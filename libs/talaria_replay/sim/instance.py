@@ -50,7 +50,7 @@ from talaria_instance.messages import (
 )
 from talaria_replay.sim.device import GIB, ProfiledDevice
 from talaria_replay.sim.events import EventHeap, Timer
-from talaria_replay.sim.laws import InstanceLaws
+from talaria_replay.sim.laws import InstanceLaws, LawError
 from talaria_replay.sim.tally import SlotTally
 
 SKEW_S = 2.0
@@ -157,7 +157,7 @@ class SimInstance:
                 case StartEngine(generation=generation):
                     self._generation = generation
                 case KillEngine():
-                    raise AssertionError(f"{self.iid}: the core gave its engine up: {self.core.reason}")
+                    raise LawError(f"{self.iid}: the core gave its engine up: {self.core.reason}")
 
     def _command(self, command: Command) -> None:
         match command:

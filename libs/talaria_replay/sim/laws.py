@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from talaria_common.errors import EngineError
 from talaria_gpu.engine.contract import SwitchTiming
 from talaria_gpu.engine.ipc import SlotEnded
 from talaria_gpu.engine.sim import SimEngine
 
+STALL_S = 21_600.0
+"""Longer than a call may be refused, wait for a model to be read from disk, or be prefilled."""
 _EPS_MS = 1e-3
 
 
 class LawError(AssertionError):
     """A conservation law was broken."""
+
+    def __str__(self) -> str:
+        return f"a bug, in the simulator or in what it simulates: {super().__str__()}"
 
 
 class InstanceLaws:
@@ -65,7 +71,10 @@ class InstanceLaws:
 
     def end(self) -> None:
         """Nothing is unfinished: nothing may have leaked."""
-        self._engine.check_idle()
+        try:
+            self._engine.check_idle()
+        except EngineError as e:
+            raise LawError(f"{self._iid}: {e}") from e
 
 
 class CallLaws:
@@ -74,13 +83,15 @@ class CallLaws:
     def __init__(self) -> None:
         self._at: dict[str, tuple[int, bool]] = {}
         """By session: its latest call, and whether it is under way."""
-        self.last_end = 0.0
-        """When a call last ended."""
+        self.moved_at = 0.0
+        """When anything last came of a call, or the first of those under way began."""
         self.begun = 0
         self.ends = 0
 
-    def begin(self, session: str, call: int) -> None:
+    def begin(self, session: str, call: int, now: float) -> None:
         """It goes out for the first time."""
+        if self.begun == self.ends:
+            self.moved_at = now
         at, under_way = self._at.get(session, (-1, False))
         if under_way or call != at + 1:
             raise LawError(
@@ -91,11 +102,16 @@ class CallLaws:
 
     def ended(self, session: str, call: int, now: float) -> None:
         """It was answered, or failed for good."""
-        self.last_end = now
+        self.moved_at = now
         if self._at.get(session) != (call, True):
             raise LawError(f"call {call} of {session} ended twice, or never began")
         self._at[session] = (call, False)
         self.ends += 1
+
+    def stands(self, now: float) -> None:
+        """Raises LawError when calls are under way and nothing has come of any of them for `STALL_S`."""
+        if self.begun > self.ends and now - self.moved_at > STALL_S:
+            raise LawError(f"nothing has come of {self.begun - self.ends} calls for {STALL_S:g} s of virtual time")
 
     def closed(self, session: str) -> None:
         """The session is over; nothing more of it may come."""

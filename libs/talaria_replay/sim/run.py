@@ -31,8 +31,6 @@ KIND = "talaria-simulation-2"
 START = 1000.0
 WARM_S = 2.0
 """Before the first session: the parts get to know each other; not in any figure."""
-STALL_S = 7200.0
-"""Virtual time in which no call ends, though some are under way: the mesh is stuck, which is a bug."""
 Instances = Sequence[tuple[InstanceSettings, ProfiledDevice, SlotConfig]]
 
 
@@ -115,7 +113,7 @@ def simulate_sessions(scenario: Scenario, sessions: Iterable[Sequence[Call]], *,
 
     Args:
         scenario: what to simulate.
-        sessions: their calls, in the order in which they start; each is asked for when its time has come.
+        sessions: their calls, in the order in which they start; each is asked for when the one before has started.
         generated: how the trace was made, "" when it was read from a file.
 
     Raises:
@@ -145,7 +143,7 @@ def simulate_sessions(scenario: Scenario, sessions: Iterable[Sequence[Call]], *,
     return SimResult(
         scenario=scenario,
         trace=run.read.about(generated),
-        notes=_notes(scenario, run.read, generated),
+        notes=_notes(scenario, run, generated),
         summary=_summary(mesh, run, slots, closed - opened),
         calls=run.records,
         slots=sorted(slots.slots, key=lambda row: (row["end_s"], row["iid"])),
@@ -170,13 +168,14 @@ class _Run:
         self._running = 0
         self._all_begun = False
         self.laws = CallLaws()
-        self.laws.last_end = opened
         self.read = TraceTally()
         self.tally = Tally()
         self.records: list[CallRecord] = []
         self.owed_tokens = 0
         """Prompt tokens that had to be computed, by the calls' own account."""
         self.failed = 0
+        self.failure = ""
+        """Of the first call that failed."""
 
     def start(self) -> None:
         """The first sessions."""
@@ -184,22 +183,31 @@ class _Run:
             self._schedule()
         else:
             for _ in range(self._scenario.concurrent):
-                self._heap.at(self._opened + next(self._offsets), self._begin)
+                self._heap.at(self._opened + next(self._offsets), self._next)
 
     def _schedule(self) -> None:
         """The next session, at its time; it schedules the one after it."""
+        session = self._take()
+        if session is None:
+            return
 
         def begin() -> None:
-            if self._begin():
-                self._schedule()
+            self._begin(session)
+            self._schedule()
 
         self._heap.at(self._opened + next(self._offsets), begin)
 
-    def _begin(self) -> bool:
+    def _next(self) -> None:
+        session = self._take()
+        if session is not None:
+            self._begin(session)
+
+    def _take(self) -> Sequence[Call] | None:
         session = next(self._sessions, None)
-        if session is None:
-            self._all_begun = True
-            return False
+        self._all_begun = session is None
+        return session
+
+    def _begin(self, session: Sequence[Call]) -> None:
         self._running += 1
         self.read.add(session)
         Agent(
@@ -211,27 +219,26 @@ class _Run:
             laws=self.laws,
             done=self._ended,
         ).start()
-        return True
 
     def _ended(self, made: list[CallRecord]) -> None:
         self._running -= 1
         records = [_from(r, self._opened) for r in made]
         self.laws.closed(records[0].session)
         self.tally.add(records)
-        self.failed += any(r.error for r in records)
+        for r in records:
+            if r.error:
+                self.failed += 1
+                self.failure = self.failure or f"call {r.call} of {r.session}: {r.error}"
         self.owed_tokens += sum(r.prompt_tokens - r.cached_tokens for r in records)
         if self._scenario.detail:
             self.records += records
         if self._scenario.concurrent is not None:
-            self._heap.after(0.0, self._begin)
+            self._heap.after(0.0, self._next)
 
     def done(self) -> bool:
         """Whether every session is over. Raises LawError when nothing moves any more."""
-        if not self._running:
-            return self._all_begun
-        if self._heap.clock.now() - self.laws.last_end > STALL_S:
-            raise LawError(f"no call has ended for {STALL_S:g} s of virtual time")
-        return False
+        self.laws.stands(self._heap.clock.now())
+        return self._all_begun and not self._running
 
 
 def _checked(instances: Instances, sessions: Iterable[Sequence[Call]]) -> Iterator[Sequence[Call]]:
@@ -325,16 +332,18 @@ def _summary(mesh: SimMesh, run: _Run, slots: SlotTally, window_s: float) -> dic
     )
 
 
-def _notes(scenario: Scenario, read: TraceTally, generated: str) -> list[str]:
+def _notes(scenario: Scenario, run: _Run, generated: str) -> list[str]:
     notes = ["every figure is simulated: predicted from component figures, not measured"]
     notes.append(f"calibration {scenario.calibration}: {profiles.CALIBRATIONS[scenario.calibration]}")
     if generated:
         notes.append(f"the trace is generated: {generated}")
-    gaps = read.gap_sources
+    gaps = run.read.gap_sources
     if gaps.get("synthetic"):
         notes.append(f"{gaps['synthetic']} of {sum(gaps.values())} gaps are synthetic")
     if missing := trace.missing_gaps(gaps):
         notes.append(missing)
+    if run.failed:
+        notes.append(f"{run.failed} calls failed, and with each the rest of its session; first {run.failure}")
     return notes
 
 
