@@ -165,13 +165,18 @@ def replay(  # noqa: PLR0917 - typer makes each argument an option
     sessions: Annotated[int | None, typer.Option("--sessions", min=1, help="The first so many.")] = None,
     gap_cap: Annotated[float, typer.Option("--gap-cap", min=0.0, help="Longest gap, seconds.")] = 10.0,
     stagger: Annotated[float, typer.Option("--stagger", min=0.0, help="Seconds between starts of sessions.")] = 0.0,
-    concurrent: Annotated[int | None, typer.Option("--concurrent", min=1, help="Sessions at once.")] = None,
+    concurrent: Annotated[
+        int | None, typer.Option("--concurrent", min=1, help="Sessions at once; the next starts when one has ended.")
+    ] = None,
     warmup: Annotated[int, typer.Option("--warmup", min=2, help="Calls per model before the window.")] = 2,
     plain: Annotated[bool, typer.Option("--plain", help="No extensions: no session header, no ignore_eos.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="For one call, seconds.")] = 600.0,
     salt: Annotated[str, typer.Option("--salt", help="Other made texts, so that no earlier run's cache helps.")] = "",
+    made_texts: Annotated[
+        bool, typer.Option("--made-texts", help="Make texts of the recorded lengths where the trace has its own.")
+    ] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Result file (JSON).")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the stopped run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in --out.")] = False,
     key: Annotated[str, typer.Option("--key", envvar="OPENAI_API_KEY", help="API key.", show_envvar=True)] = "",
     as_json: Json = False,
 ) -> None:
@@ -184,8 +189,22 @@ def replay(  # noqa: PLR0917 - typer makes each argument an option
         models = parse(model_map or [])
     except ValueError as e:
         raise typer.BadParameter(str(e)) from e
-    plan = Plan(url, models, scale, max_calls, sessions, gap_cap, stagger, concurrent, warmup, plain, timeout, salt)
+    plan = Plan(
+        url, models, scale, max_calls, sessions, gap_cap, stagger, concurrent, warmup, plain, timeout, salt, made_texts
+    )
     raise SystemExit(run_replay(ReplayOptions(trace, plan, out, resume, key, as_json)))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A result of `talaria replay --out`.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another, of the same trace.")],
+    as_json: Json = False,
+) -> None:
+    """Two replay results side by side: the same bodies? SCT and TTFT of both, and B's to A's."""
+    from talaria_cli.compare import run_compare
+
+    raise SystemExit(run_compare(first, second, as_json=as_json))
 
 
 @app.command()
@@ -324,6 +343,19 @@ def trace_generate(  # noqa: PLR0917 - typer makes each argument an option
     from talaria_cli.trace import run_generate
 
     raise SystemExit(run_generate(shape, out, sessions, models, seed, max_context))
+
+
+@trace_app.command("workload")
+def trace_workload(
+    source: Annotated[Path, typer.Argument(help="A trace with enough sessions.")],
+    out: Annotated[Path, typer.Argument(help="The trace to write.")],
+    models: Annotated[str, typer.Option("--models", help="Comma-separated.")],
+    issues: Annotated[int, typer.Option("--issues", min=1, help="Sessions on each model.")] = 10,
+) -> None:
+    """The paper's workload (5.1): the same issues on each model; the trace's Astropy sessions, if it has any."""
+    from talaria_cli.trace import run_workload
+
+    raise SystemExit(run_workload(source, out, models, issues))
 
 
 @trace_app.command("check")

@@ -48,14 +48,20 @@ def model_map(pairs: list[str]) -> dict[str, str]:
 
 
 def run_replay(options: ReplayOptions) -> int:
-    """Replay; the summary goes to stdout. 0: every call was answered; 1: not; 2: it could not begin; 130: stopped."""
+    """Replay; the summary goes to stdout. 0: every call was answered; 1: not; 2: it could not be made; 130: stopped."""
     try:
         _check_url(options.plan.url)
         calls = prepare(trace.read(options.file), options.plan)
         headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
         progress = _Progress(sum(1 for _ in calls))
         replay = Replay(
-            options.plan, calls, out=options.out, resume=options.resume, on_call=progress.called, headers=headers
+            options.plan,
+            calls,
+            out=options.out,
+            resume=options.resume,
+            on_call=progress.called,
+            on_wait=progress.waits,
+            headers=headers,
         )
         progress.expect(replay.calls_to_make)
     except (trace.TraceError, ResultError, ReplayError, OSError) as e:
@@ -71,10 +77,12 @@ def run_replay(options: ReplayOptions) -> int:
         return 2
     if results is None:
         where = f"; --resume goes on with {options.out}" if options.out else ""
-        print(f"replay: stopped after {progress.done} calls{where}", file=sys.stderr)
+        print(f"talaria replay: stopped after {progress.done} calls{where}", file=sys.stderr)
         return 130
     show(results, as_json=options.as_json)
-    return 1 if results.summary["failed_calls"] else 0
+    if not results.complete and options.out:
+        print(f"talaria replay: --resume runs the failed sessions of {options.out} again", file=sys.stderr)
+    return 0 if results.complete else 1
 
 
 def _check_url(url: str) -> None:
@@ -135,6 +143,9 @@ class _Progress:
     def expect(self, total: int) -> None:
         self._bar.update(self._task, total=total)
 
+    def waits(self, why: str) -> None:
+        self._bar.console.print(f"talaria replay: {why}", markup=False, soft_wrap=True)
+
     def called(self, record: CallRecord) -> None:
         self.done += 1
         self._failed += bool(record.error)
@@ -167,11 +178,13 @@ def show(results: Results, *, as_json: bool) -> None:
     """The summary, for people or machines."""
     s = results.summary
     if as_json:
-        print(json.dumps({"complete": results.complete, "runs": results.runs, "plan": results.plan, "summary": s}))
+        kept = {"complete": results.complete, "runs": results.runs, "notes": results.notes}
+        print(json.dumps(kept | {"plan": results.plan, "summary": s}))
         return
     console = Console()
     console.print(table(s, f"measured on {results.plan['url']}"))
     failed = f", {s['failed_calls']} failed" if s["failed_calls"] else ""
+    failed += f", {s['calls_not_made']} not made after them" if s.get("calls_not_made") else ""
     console.print(
         f"{s['calls']} calls of {s['sessions']} sessions{failed}, {s['retries']} retries, {s['wall_s']:.1f} s"
     )
@@ -190,6 +203,6 @@ def show(results: Results, *, as_json: bool) -> None:
     if missing := trace.missing_gaps(gaps):
         console.print(f"gaps: {missing}", style="bold red")
     if results.runs > 1:
-        console.print(f"resumed: {results.runs} runs, so not all sessions met the same load")
+        console.print(f"resumed, {results.runs} runs: {'; '.join(results.notes)}")
     for record in [r for r in results.calls if r.error][:5]:
         console.print(f"failed: {record.session} call {record.call}: {record.error}", style="red", markup=False)

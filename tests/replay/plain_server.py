@@ -35,11 +35,13 @@ class PlainServer:
         self.usage = True
         self.url = ""
         self.connections = 0
+        self._open: list[tuple[Any, asyncio.StreamWriter]] = []
         self._refuse = refuse
         self._hold = hold
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self._open.append((asyncio.current_task(), writer))
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -68,6 +70,12 @@ class PlainServer:
                 await writer.drain()
         writer.close()
 
+    async def close(self) -> None:
+        """End all connections."""
+        for _, writer in self._open:
+            writer.close()
+        await asyncio.gather(*(task for task, _ in self._open))
+
 
 @contextlib.asynccontextmanager
 async def plain_server(**options: Any) -> AsyncIterator[PlainServer]:
@@ -78,3 +86,4 @@ async def plain_server(**options: Any) -> AsyncIterator[PlainServer]:
         yield it
     finally:
         server.close()
+        await it.close()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -108,6 +111,78 @@ async def test_same_bodies_whatever_the_order_of_the_answers() -> None:
     assert same_bodies((await run("s0")).calls, (await run("s1")).calls) == 1.0
 
 
+async def test_a_body_is_made_before_its_call_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, float] = {}
+
+    def seen(messages: list[dict[str, Any]]) -> str:
+        name = digest(messages)
+        made[name] = time.monotonic()
+        return name
+
+    monkeypatch.setattr("talaria_replay.live.run.digest", seen)
+    async with plain_server() as server:
+        replay = Replay(Plan(server.url), trace_of(depth=2, gap_s=0.5))
+        done = await replay.run()
+    assert len(made) == len(done.calls) == 6
+    for r in done.calls:
+        assert made[r.body] <= replay._start + r.intended_s
+    assert {r.intended_s for r in done.calls if not r.call} == {0.0}
+
+
+async def test_calls_go_on_while_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_made = threading.Event()
+    write, calls = results.write, 0
+
+    def slow(path: Path, version: results.Results) -> None:
+        assert all_made.wait(30)
+        write(path, version)
+
+    def on_call(_: CallRecord) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            all_made.set()
+
+    monkeypatch.setattr(results, "write", slow)
+    async with plain_server() as server:
+        done = await Replay(Plan(server.url), trace_of(), out=tmp_path / "r.json", on_call=on_call).run()
+    assert results.read(tmp_path / "r.json") == done
+
+
+async def test_a_session_s_calls_share_a_connection() -> None:
+    async with plain_server() as server:
+        await Replay(Plan(server.url), trace_of(n=1)).run()
+        assert len(server.bodies) == 2 + 4
+        assert server.connections == 1
+
+
+async def test_sessions_start_apart() -> None:
+    async with plain_server() as server:
+        done = await Replay(Plan(server.url, stagger_s=0.1), trace_of(depth=1)).run()
+    starts = {r.session: r.intended_s for r in done.calls}
+    assert starts == pytest.approx({"s0": 0.0, "s1": 0.1, "s2": 0.2}, abs=1e-5)
+
+
+async def test_the_next_of_concurrent_sessions_waits_for_an_end_only() -> None:
+    """The second lane would start after 100 s: the first takes all sessions before, each when the last has ended."""
+    async with plain_server() as server:
+        done = await Replay(Plan(server.url, stagger_s=100.0, concurrent=2), trace_of(n=4, depth=2)).run()
+    assert done.complete
+    for a, b in pairwise(done.calls):
+        assert a.done_s <= b.intended_s
+    assert done.wall_s < 100.0
+
+
+async def test_what_the_warm_up_waits_for_is_said_once() -> None:
+    def refuse(n: int, _body: dict[str, Any]) -> tuple[int, str, str] | None:
+        return (503, "retry-after: 0.05\r\n", '{"error": {"message": "still loading"}}') if n < 3 else None
+
+    said: list[str] = []
+    async with plain_server(refuse=refuse) as server:
+        await Replay(Plan(server.url), trace_of(n=1, depth=1), on_wait=said.append).run()
+    assert said == ["warm-up of 'm' waits, 600 s at most: HTTP 503: still loading"]
+
+
 async def test_plain_sends_nothing_of_ours_and_lives_without_usage() -> None:
     async with plain_server() as server:
         server.usage = False
@@ -150,6 +225,38 @@ async def test_a_failed_call_ends_its_session_and_no_other() -> None:
     assert done.summary["failed_sessions"] == 1
     assert done.summary["calls"] == 4 + 2 + 4
     assert [r.error for r in done.calls if r.error] == ["HTTP 400: broken on purpose"]
+
+
+async def test_a_run_with_failed_sessions_is_not_complete_and_is_resumed(tmp_path: Path) -> None:
+    ill = True
+
+    def refuse(_n: int, body: dict[str, Any]) -> tuple[int, str, str] | None:
+        return (500, "", "") if ill and len(body["messages"]) > 1 else None
+
+    out = tmp_path / "r.json"
+    async with plain_server(refuse=refuse) as server:
+        plan = Plan(server.url, concurrent=1)
+        done = await Replay(plan, trace_of(), out=out).run()
+        assert not done.complete
+        assert (done.summary["failed_sessions"], done.summary["calls_not_made"]) == (3, 6)
+        assert results.read(out) == done
+        ill = False
+        resumed = await Replay(plan, trace_of(), out=out, resume=True).run()
+    assert resumed.complete
+    assert (resumed.runs, len(resumed.calls), resumed.summary["calls_not_made"]) == (2, 12, 0)
+    assert min(r.intended_s for r in resumed.calls) >= done.wall_s >= max(r.done_s for r in done.calls)
+    assert resumed.wall_s >= resumed.summary["wall_s"] > done.wall_s
+    assert same_bodies(done.calls, resumed.calls) == 0.0, "no cache of the first run helps the second"
+    ids = {h["x-talaria-session-id"] for h in server.headers}
+    assert ids == {f"{s}{run}" for s in ("s0", "s1", "s2", "warm-up-m") for run in ("", "/run-2")}
+    assert len(resumed.notes) == 2
+
+
+async def test_a_result_that_cannot_be_written_is_said_before_the_warm_up(tmp_path: Path) -> None:
+    async with plain_server() as server:
+        with pytest.raises(OSError, match="is a folder"):
+            await Replay(Plan(server.url), trace_of(), out=tmp_path).run()
+        assert not server.bodies
 
 
 async def test_a_server_that_is_not_there_is_said_before_the_window() -> None:
@@ -275,6 +382,19 @@ def test_recorded_texts_are_sent_as_they_are() -> None:
     recorded = [{"role": "user", "content": "hello"}]
     call = Call(session="s", call=0, model="m", prompt_tokens=9, completion_tokens=1, messages=recorded)
     assert talk.next(call) is recorded
+
+
+def test_what_changes_made_texts_is_refused_for_recorded_ones() -> None:
+    """Roles that a server may not know, such as `tool`, are left out with --made-texts, too."""
+    messages = [{"role": "tool", "content": "hello"}]
+    calls = [Call(session="s", call=0, model="m", prompt_tokens=90, completion_tokens=1, messages=messages)]
+    for plan in (Plan("", scale=0.5), Plan("", salt="b")):
+        with pytest.raises(ReplayError, match="1 of 1 calls have recorded ones"):
+            prepare(calls, plan)
+        (made,) = prepare(calls, replace(plan, made_texts=True))
+        assert made.messages is None
+        assert [m["role"] for m in Conversation(Rate(), plan.salt).next(made)] == ["user"]
+    assert prepare(calls, Plan(""))[0].messages == messages
 
 
 def test_preparing_keeps_a_trace_valid() -> None:

@@ -141,10 +141,10 @@ class Client:
         answer.sent, answer.first, answer.text = self._now(), 0.0, ""
         async with self._http.stream("POST", "/v1/chat/completions", content=body, headers=headers) as response:
             if response.status_code in RETRY_STATUS:
-                answer.error = f"HTTP {response.status_code}: {_reason(await response.aread())}"
+                answer.error = f"HTTP {response.status_code}: {reason(await response.aread())}"
                 return _retry_after(response.headers.get("retry-after"))
             if response.status_code != 200:
-                raise CallError(f"HTTP {response.status_code}: {_reason(await response.aread())}")
+                raise CallError(f"HTTP {response.status_code}: {reason(await response.aread())}")
             answer.instance = response.headers.get("x-talaria-instance", "")
             answer.route = response.headers.get("x-talaria-route", "")
             answer.cache_source = response.headers.get("x-talaria-cache", "")
@@ -159,7 +159,7 @@ class Client:
         async for data in _events(response):
             if data == b"[DONE]":
                 ended = True
-                break
+                continue  # only a response that was read to its end leaves its connection for the next call
             chunk = _chunk(data)
             for choice in chunk.choices or ():
                 delta = choice.delta or _Delta()
@@ -205,7 +205,7 @@ def _chunk(data: bytes) -> _Chunk:
     except msgspec.DecodeError as e:
         raise CallError(f"the stream holds what is no chunk: {e}") from e
     if chunk.error:
-        raise CallError(f"the stream ended with an error: {_reason(data)}")
+        raise CallError(f"the stream ended with an error: {reason(data)}")
     return chunk
 
 
@@ -216,7 +216,7 @@ def _retry_after(value: str | None) -> float:
         return 1.0
 
 
-def _reason(body: bytes) -> str:
+def reason(body: bytes) -> str:
     """The message in OpenAI's error shape, else the beginning of the body."""
     try:
         error = json.loads(body).get("error")

@@ -1,14 +1,17 @@
 """The result file of a replay: always whole on disk, and never mistaken for complete when it is not.
 
-JSON: {"kind", "complete", "plan", "runs", "summary", "calls"}. It is written to a temporary file beside it and renamed,
-after each finished session and at the end; `complete` is true only in the last version. A stopped run is resumed by
-session: finished sessions stay as they were measured, the others run again from their first call.
+JSON: {"kind", "complete", "plan", "runs", "wall_s", "notes", "summary", "calls"}. It is written to a temporary file
+beside it and renamed, after each finished session and at the end. `complete` is true only in the last version, and only
+if every session has all its calls. A run that was stopped, or in which sessions failed, is resumed by session: finished
+sessions stay as they were measured, the others run again from their first call. A resumed run's times go on where the
+window of the run before ended, so that records do not overlap.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +32,17 @@ class Results(msgspec.Struct, kw_only=True):
     Attributes:
         plan: what determines the run: trace digest, options, url. A resumed run must have the same.
         runs: how many starts it took; more than one means that contention differed between them.
+        wall_s: the windows of all runs, one after the other.
+        notes: what to know before using the figures.
+        summary: empty in a run that was stopped.
     """
 
     kind: str = KIND
     complete: bool = False
     plan: dict[str, Any]
     runs: int = 1
+    wall_s: float = 0.0
+    notes: list[str] = []
     summary: dict[str, Any] = {}
     calls: list[CallRecord] = []
 
@@ -46,14 +54,46 @@ class Results(msgspec.Struct, kw_only=True):
         return {s for s, n in sizes.items() if good.get(s) == n}
 
 
-def close(results: Results) -> None:
-    """The run is over: every session was replayed."""
-    results.complete, results.summary = True, summary(results.calls)
+def close(results: Results, sizes: dict[str, int]) -> None:
+    """The run is over: no session has calls left to make. `sizes`: calls by session."""
+    results.complete = results.finished_sessions(sizes) == sizes.keys()
+    not_made = sum(sizes.values()) - len(results.calls)
+    results.summary = summary(results.calls) | {"calls_not_made": not_made}
+
+
+class Saver:
+    """Writes results in a thread of its own, one version at a time; of those that wait, the latest wins."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, "results")
+        self._last: Future[None] | None = None
+
+    def soon(self, results: Results) -> None:
+        """Write them as they are now. Raises OSError if the version before could not be written."""
+        if self._last is not None and not self._last.cancel() and self._last.done():
+            self._last.result()
+        version = msgspec.structs.replace(results, calls=list(results.calls))
+        self._last = self._thread.submit(write, self._path, version)
+
+    def close(self) -> None:
+        """Return when the last version is on disk. Raises OSError if it cannot be written."""
+        self._thread.shutdown()
+        if self._last is not None:
+            self._last.result()
 
 
 def write(path: Path, results: Results) -> None:
     """Replace the file at once."""
     write_text(path, msgspec.json.format(msgspec.json.encode(results), indent=1).decode())
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError unless a file could be put there."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: is a folder; expected a file's name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -91,7 +131,7 @@ def resume(path: Path, plan: dict[str, Any], sizes: dict[str, int]) -> Results:
     """The stopped run in `path`, its unfinished sessions removed.
 
     Raises:
-        ResultError: it is complete, is no result file, or has another plan.
+        ResultError: every session is complete, it is no result file, or it has another plan.
     """
     found = read(path)
     if found.complete:
@@ -102,4 +142,5 @@ def resume(path: Path, plan: dict[str, Any], sizes: dict[str, int]) -> Results:
     done = found.finished_sessions(sizes)
     found.calls = [r for r in found.calls if r.session in done]
     found.runs += 1
+    found.complete, found.summary = False, {}
     return found
