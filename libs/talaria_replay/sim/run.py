@@ -173,6 +173,8 @@ class _Run:
         self.records: list[CallRecord] = []
         self.owed_tokens = 0
         """Prompt tokens that had to be computed, by the calls' own account."""
+        self.parted = 0
+        """Answered calls that no other call of their session and model follows: nobody comes back for their leases."""
         self.failed = 0
         self.failure = ""
         """Of the first call that failed."""
@@ -230,6 +232,7 @@ class _Run:
                 self.failed += 1
                 self.failure = self.failure or f"call {r.call} of {r.session}: {r.error}"
         self.owed_tokens += sum(r.prompt_tokens - r.cached_tokens for r in records)
+        self.parted += sum(not last.error for last in {r.model: r for r in records}.values())
         if self._scenario.detail:
             self.records += records
         if self._scenario.concurrent is not None:
@@ -301,6 +304,7 @@ def _summary(mesh: SimMesh, run: _Run, slots: SlotTally, window_s: float) -> dic
         for name, peak in i.laws.kv_peak.items():
             share = round(peak / i.engine.capacities[name], 4)
             peaks[name] = max(share, peaks.get(name, 0.0))
+    reserved = max(0, books.installed - run.parted)
     hosts = [i.engine.kept.host for i in mesh.instances.values() if i.engine.kept is not None]
     host_counts = [h.registry.counts for h in hosts if h is not None]
     return (
@@ -317,7 +321,7 @@ def _summary(mesh: SimMesh, run: _Run, slots: SlotTally, window_s: float) -> dic
                 "expired": books.expired,
                 "discarded": sum(books.discarded.values()),
             },
-            "unused_lease_share": round(1 - books.honoured / books.installed, 4) if books.installed else 0.0,
+            "unused_lease_share": round(1 - books.honoured / reserved, 4) if reserved else 0.0,
             "avoidable_opens": counts.avoidable_opens,
             "model_opens": sum(counts.opens.values()),
             "residency_hit_share": round(1 - sum(counts.opens.values()) / placed, 4) if placed else 0.0,
