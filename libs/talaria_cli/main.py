@@ -323,11 +323,12 @@ def trace_convert(  # noqa: PLR0917 - typer makes each argument an option
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="A model's folder: counts tokens where a message log does not.")
     ] = None,
+    texts: Annotated[bool, typer.Option(" /--no-texts", help="Leave out a message log's texts: lengths only.")] = True,
 ) -> None:
     """Convert a public data set or a log of OpenAI messages into a trace."""
     from talaria_cli.trace import run_convert
 
-    raise SystemExit(run_convert(source, out, form, model, gaps, seed, tokenizer=tokenizer))
+    raise SystemExit(run_convert(source, out, form, model, gaps, seed, tokenizer=tokenizer, texts=texts))
 
 
 @trace_app.command("generate")

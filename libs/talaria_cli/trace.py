@@ -14,7 +14,15 @@ from talaria_replay.measure import percentiles
 
 
 def run_convert(  # noqa: PLR0917 - the command's options
-    source: Path, out: Path, form: str, model: str, gaps: str, seed: int, *, tokenizer: Path | None = None
+    source: Path,
+    out: Path,
+    form: str,
+    model: str,
+    gaps: str,
+    seed: int,
+    *,
+    tokenizer: Path | None = None,
+    texts: bool = True,
 ) -> int:
     """Convert; the trace appears only when it is whole and valid. Returns the exit code."""
     if form not in FORMATS or gaps not in {"none", "synthetic"}:
@@ -30,7 +38,7 @@ def run_convert(  # noqa: PLR0917 - the command's options
         print(f"talaria trace: --tokenizer: {e}", file=sys.stderr)
         return 2
     calls = (
-        message_logs(source, model=model or "unknown", count=count)
+        message_logs(source, model=model or "unknown", count=count, texts=texts)
         if form == "messages"
         else FORMATS[form](source, model=model or None)
     )

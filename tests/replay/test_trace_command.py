@@ -22,6 +22,19 @@ def test_convert_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "3 calls of 1 sessions, models m" in capsys.readouterr().out
 
 
+def test_texts_can_be_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    turn = [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "yes"}]
+    log.write_text(json.dumps({"session": "s", "messages": turn}) + "\n")
+    sizes = []
+    for texts in (True, False):
+        assert run_convert(log, tmp_path / "t.jsonl", "messages", "m", "none", 0, texts=texts) == 0
+        (call,) = read(tmp_path / "t.jsonl")
+        assert (call.messages is not None) == texts
+        sizes.append((call.prompt_tokens, call.completion_tokens))
+    assert sizes[0] == sizes[1]
+
+
 def test_a_bad_log_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log.jsonl").write_text('{"session": "s", "prompt_tokens": 5}\n')
     assert run_convert(tmp_path / "log.jsonl", tmp_path / "t.jsonl", "swebench", "", "none", 0) == 1
