@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from talaria_replay import trace
+from talaria_replay import trace, workload
 from talaria_replay.convert import FORMATS, Count, message_logs, with_gaps
 from talaria_replay.generate import SHAPES, gap, generate
 from talaria_replay.measure import percentiles
@@ -54,10 +54,32 @@ def run_generate(shape: str, out: Path, sessions: int, models: str, seed: int, l
         return 2
     names = [m for m in models.split(",") if m]
     if not names:
-        print(f"talaria trace: --models {models!r}: expected names, with commas between them", file=sys.stderr)
+        print(f"talaria trace: --models {models!r}: expected names, with commas between", file=sys.stderr)
         return 2
     made = generate(shape, sessions=sessions, models=names, seed=seed, max_context_tokens=limit)
     return _save(out, made)
+
+
+def run_workload(source: Path, out: Path, models: str, issues: int) -> int:
+    """The same issues of a trace on each model. Returns the exit code."""
+    names = [m for m in models.split(",") if m]
+    if not names or len(names) != len(set(names)):
+        print(f"talaria trace: --models {models!r}: expected different names, with commas between", file=sys.stderr)
+        return 2
+    try:
+        calls = workload.from_trace(trace.read(source), names, issues=issues)
+    except (trace.TraceError, OSError) as e:
+        print(e, file=sys.stderr)
+        return 1
+    found = len(trace.sessions(calls)) // len(names)
+    if found < issues:
+        print(
+            f"talaria trace: {source}: expected {issues} issues (Astropy sessions, or any where it has none of those), "
+            f"found {found}",
+            file=sys.stderr,
+        )
+        return 1
+    return _save(out, iter(calls))
 
 
 def run_check(file: Path) -> int:

@@ -19,7 +19,12 @@ MIN_DEPTH = 16
 def on_each_model(issues: Sequence[Sequence[Call]], models: Sequence[str]) -> list[Call]:
     """The same issues once per model: sessions with the same calls, told apart by the model's name."""
     return [
-        msgspec.structs.replace(call, session=f"{call.session}@{model}", model=model)
+        msgspec.structs.replace(
+            call,
+            session=f"{call.session}@{model}",
+            model=model,
+            parent=None if call.parent is None else f"{call.parent}@{model}",
+        )
         for issue in issues
         for model in models
         for call in issue

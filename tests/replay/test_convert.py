@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from talaria_cli.trace import run_check, run_convert, run_generate
+from talaria_cli.trace import run_check, run_convert, run_generate, run_workload
 from talaria_replay.convert import claude_code_calls, message_logs, swebench_calls
 from talaria_replay.trace import read, sessions
 
@@ -145,3 +145,29 @@ def test_messages_too_deep_to_read_are_named_by_their_line(tmp_path: Path, capsy
 def test_sessions_are_generated_for_named_models_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_generate("paper", tmp_path / "t.jsonl", 4, ",", 0, None) == 2
     assert "talaria trace: --models ',': expected names" in capsys.readouterr().err
+
+
+def test_the_workload_is_the_same_issues_on_each_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(10 + n, 5, session=name) for name in ("django-1", "astropy-1", "astropy-2") for n in range(2)]
+    source, out = tmp_path / "t.jsonl", tmp_path / "w.jsonl.gz"
+    assert run_convert(log(tmp_path, *rows), source, "swebench", "m", "none", 0) == 0
+    assert run_workload(source, out, "a,b", 2) == 0
+    calls = read(out)
+    assert list(sessions(calls)) == ["astropy-1@a", "astropy-1@b", "astropy-2@a", "astropy-2@b"]
+    assert {c.session.partition("@")[2] == c.model for c in calls} == {True}
+    capsys.readouterr()
+    assert run_workload(source, out, "a,b", 3) == 1
+    assert f"{source}: expected 3 issues" in capsys.readouterr().err
+    for models in (",", "a,a"):
+        assert run_workload(source, out, models, 2) == 2
+    assert run_workload(tmp_path / "none.jsonl", out, "a", 2) == 1
+
+
+def test_the_real_workload_is_ten_astropy_issues_on_three_models(traces: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "t.jsonl", tmp_path / "w.jsonl"
+    given = traces / "swebench_verified.calls.jsonl.gz"
+    assert run_convert(given, source, "swebench", "m", "synthetic", 0) == 0
+    assert run_workload(source, out, "a,b,c", 10) == 0
+    made = sessions(read(out))
+    assert len(made) == 30
+    assert all(name.startswith("astropy__astropy-") for name in made)
