@@ -99,7 +99,7 @@ def _hardware(found: Components, weights_bytes_per_s: float, kv_bytes_per_s: flo
         "h2d_gb_s": weights_bytes_per_s / 1e9,
         "kv_gb_s": kv_bytes_per_s / 1e9,
         "d2d_gb_s": statistics.median(_gather_gb_s(t, fixed_ms) for t in staged) if staged else 1.0,
-        "host_gib": HOST_KV_BYTES / GIB,
+        "host_gib": (HOST_KV_BYTES + sum(of.weight_bytes for of in found.models.values())) / GIB,
         "phase1_ms": phase(0),
         "phase2_ms": fixed_ms,
         "phase3_ms": phase(2),

@@ -261,7 +261,9 @@ def simulate(  # noqa: PLR0917 - typer makes each argument an option
     zipf: Annotated[float, typer.Option("--zipf", help="Exponent of the catalog's popularity.")] = 1.0,
     per_instance: Annotated[int, typer.Option("--per-instance", min=1, help="Models of a catalog's instance.")] = 3,
     page: Annotated[int, typer.Option("--page", min=16, help="Tokens per KV page and block; larger is faster.")] = 64,
-    host_gib: Annotated[float | None, typer.Option("--host-gib", help="Host memory for KV, per instance.")] = None,
+    host_gib: Annotated[
+        float | None, typer.Option("--host-gib", help="Host memory for KV, per instance; none: what weights leave.")
+    ] = None,
     heartbeat: Annotated[float, typer.Option("--heartbeat", min=0.05, help="Seconds.")] = 0.5,
     detail: Annotated[bool, typer.Option(help="Keep every call, slot and switch in the result.")] = True,
     seed: Annotated[int, typer.Option("--seed")] = 0,

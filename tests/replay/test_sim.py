@@ -26,7 +26,7 @@ from talaria_replay import workload
 from talaria_replay.generate import SHAPES, generate
 from talaria_replay.sim import profiles
 from talaria_replay.sim.clients import REFUSED_S
-from talaria_replay.sim.device import ProfiledDevice, Times, buffer_bytes, kv_capacity_tokens, times
+from talaria_replay.sim.device import GIB, ProfiledDevice, Times, buffer_bytes, kv_capacity_tokens, times
 from talaria_replay.sim.instance import SimInstance
 from talaria_replay.sim.laws import STALL_S, CallLaws, InstanceLaws, LawError
 from talaria_replay.sim.run import encode, simulate
@@ -413,6 +413,24 @@ class TestProfiles:
         more = msgspec.structs.replace(model, kv_tokens=spec.kv_capacity_tokens + 1)
         with pytest.raises(profiles.ProfileError, match=r"kv_tokens: expected at most \d+"):
             kv_capacity_tokens(more, hw)
+
+    def test_host_memory_is_for_weights_first(self) -> None:
+        hw = profiles.hardware("paper-tp8")
+        models = {m: profiles.model(m) for m in BIG}
+        weights = sum(m.weight_gb for m in models.values()) * 1e9
+        device = ProfiledDevice(hw, models, "aic", hkvr=True)
+        assert device.substrate.host_bytes == 1800 * GIB - weights
+        assert ProfiledDevice(hw, models, "aic", hkvr=True, host_gib=120.0).substrate.host_bytes == 120 * GIB
+        small = profiles.changed(hw, {"host_gib": 1000.0})
+        with pytest.raises(profiles.ProfileError, match=r"paper-tp8: host_gib: expected at least 1075\.\d+: weights$"):
+            ProfiledDevice(small, models, "aic")
+
+    @pytest.mark.parametrize(("name", "models"), [("paper-tp4", SMALL), ("b200-8", BIG), ("h200-8", BIG)])
+    def test_shipped_hosts_have_room_for_kv(self, name: str, models: tuple[str, ...]) -> None:
+        hw = profiles.hardware(name)
+        calibration: Any = "roofline" if models == SMALL else "aic"
+        device = ProfiledDevice(hw, {m: profiles.model(m) for m in models}, calibration, hkvr=True)
+        assert device.substrate.host_bytes > 400 * GIB
 
     def test_a_model_too_large_is_refused(self) -> None:
         group = Group(hardware="paper-tp4", models=("qwen3-235b", "glm-5-nvfp4"))

@@ -177,7 +177,10 @@ class ProfiledDevice:
         calibration: which timing.
         hkvr, staging: which of the mechanisms it has.
         block_tokens: of host KV.
-        host_gib: of host KV; None: the hardware's.
+        host_gib: of host KV; None: what the weights of all `models` leave of the hardware's.
+
+    Raises:
+        ProfileError: a model has no such timing, or does not fit; weights and KV do not fit the host.
     """
 
     def __init__(
@@ -192,10 +195,12 @@ class ProfiledDevice:
         host_gib: float | None = None,
     ) -> None:
         self.hw = hw
+        weights = sum(weight_bytes(m, hw) for m in models.values()) if host_gib is None else 0
+        host_bytes = int((hw.host_gib if host_gib is None else host_gib) * GIB) - weights
         self.substrate = Substrate(
             hkvr=hkvr,
             staging=staging,
-            host_bytes=int((hw.host_gib if host_gib is None else host_gib) * GIB),
+            host_bytes=host_bytes,
             h2d_bytes_per_s=hw.gpus * hw.h2d_gb_s * 1e9,
             d2h_bytes_per_s=hw.gpus * (hw.kv_gb_s or hw.h2d_gb_s) * 1e9,
             kv_bytes_per_s=hw.gpus * hw.kv_gb_s * 1e9 or None,
@@ -206,9 +211,10 @@ class ProfiledDevice:
         self.times = {name: times(m, hw, calibration) for name, m in models.items()}
         self._models = dict(models)
         self._specs = {name: self._spec(m) for name, m in models.items()}
-        block = max(spec.kv_bytes_per_token for spec in self._specs.values()) * block_tokens
-        if hkvr and self.substrate.host_bytes < block:
-            raise ProfileError(f"host_gib: expected at least {block / GIB:.4f}, a block of KV")
+        block = max(spec.kv_bytes_per_token for spec in self._specs.values()) * block_tokens if hkvr else 0
+        if host_bytes < block:
+            what = " and ".join(["weights"] * bool(weights) + ["a block of KV"] * bool(block))
+            raise ProfileError(f"{hw.name}: host_gib: expected at least {(weights + block) / GIB:.4f}: {what}")
 
     def _spec(self, model: Model) -> ModelSpec:
         capacity = kv_capacity_tokens(model, self.hw)

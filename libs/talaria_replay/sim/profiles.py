@@ -51,7 +51,7 @@ class Hardware(_Table, frozen=True):
     d2d_gb_s: Positive
     """Per GPU: a copy within its HBM, bytes moved per second."""
     host_gib: Positive
-    """Host memory for KV, of the group."""
+    """Host memory of the group, for the weights of all its models and for KV."""
     phase1_ms: Amount
     """Switch phases (appendix D), without waits for copies, and without weights and KV moved."""
     phase2_ms: Amount

@@ -63,7 +63,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         mu_ms_per_gib, nu_ms, control_window_s, replica_idle_s: the router's, for Eq. 2.
         slot_ms, drain_ms: the slot scheduler's budgets; its round planner bounds them by Eq. 4 and 5.
         page_tokens, kv_block_tokens: of device and host KV; larger ones simulate faster, and reuse a little less.
-        host_gib: host memory for KV of each instance; None: the hardware's.
+        host_gib: host memory for KV of each instance; None: what weights leave of the hardware's.
         stagger_s, concurrent: as in `talaria replay`.
         sessions_per_s, bursts: starts as a Poisson process instead.
         detail: False: the result holds figures only, no calls, slots and switches; for millions of calls.
