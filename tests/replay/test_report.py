@@ -151,7 +151,11 @@ def test_every_metric_is_one_that_results_have(name: str) -> None:
     for e in shipped.experiments:
         published = [values for values in e.paper.values() if isinstance(values, dict)]
         nested = [deep for values in published for deep in values.values() if isinstance(deep, dict)]
-        for path in {*e.metrics, *(p for values in [*published, *nested] for p in values if "." in p or p in summary)}:
+        for path in {
+            *e.metrics,
+            *e.highest,
+            *(p for values in [*published, *nested] for p in values if "." in p or p in summary),
+        }:
             if not path.startswith("switch_paths."):
                 assert metric(summary, path) is not None, f"{e.id}: {path}"
 

@@ -59,6 +59,22 @@ class Outcome:
                 name_over = f"{name} over {base.scenario.ablation}'s"
                 self.rows.append(Row(what, name_over, round(above / below, 4), paper.get(name)))
 
+    def pair(self, what: str, first: SimResult | str, other: SimResult | str, published: float) -> None:
+        """How many sessions of both `first` completes sooner."""
+        if isinstance(first, str) or isinstance(other, str):
+            return
+        mine, theirs = session_times(first.calls), session_times(other.calls)
+        both = mine.keys() & theirs.keys()
+        sooner = sum(mine[session] < theirs[session] for session in both)
+        name = f"sessions of {len(both)} that {first.scenario.ablation} completes sooner"
+        self.rows.append(Row(what, name, sooner, published))
+
+    def top(self, what: str, results: Sequence[SimResult | str]) -> None:
+        """The experiment's highest metrics of all `results`."""
+        for name, published in self.experiment.highest.items():
+            found = [metric(r.summary, name) for r in results if not isinstance(r, str)]
+            self.rows.append(Row(what, name, max((v for v in found if v is not None), default=None), published))
+
     def draw(self, what: str, result: SimResult | str) -> None:
         """Its curve."""
         if not isinstance(result, str):

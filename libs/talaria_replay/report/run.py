@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,8 @@ class Runner:
         depth = [float(len(s)) for s in trace.sessions(calls).values()]
         gaps = [c.gap_s for c in calls if c.gap_s is not None]
         prompts = [float(c.prompt_tokens) for c in calls]
+        returns = [(a, b) for a, b in itertools.pairwise(calls) if a.session == b.session]
+        reused = [b.reusable_tokens / (a.prompt_tokens + a.completion_tokens) for a, b in returns]
         found = {
             "depth_p50": nearest_rank(depth, 50),
             "depth_p95": nearest_rank(depth, 95),
@@ -125,6 +128,7 @@ class Runner:
             "gap_p95_s": nearest_rank(gaps, 95),
             "prompt_p50": nearest_rank(prompts, 50),
             "prompt_p95": nearest_rank(prompts, 95),
+            "reused_over_half_share": sum(share > 0.5 for share in reused) / len(reused),
         }
         out = Outcome(e, curves={"prompt tokens": prompts}, curve="sct")
         out.rows = [Row("generated sessions", n, v, e.paper.get(n)) for n, v in found.items()]
@@ -141,6 +145,7 @@ class Runner:
         for calibration in e.calibrations or [scenario.calibration]:
             for start in e.starts or ["all at once"]:
                 base: SimResult | str = ""
+                results = []
                 for configuration in e.configurations:
                     what = ", ".join([configuration, calibration] + ([start] if len(e.starts) > 1 else []))
                     changed = _with(
@@ -150,10 +155,14 @@ class Runner:
                     published, first = e.paper.get(configuration, {}), e.configurations[0]
                     out.add(what, result, e.metrics, published)
                     base = base or result
+                    results.append(result)
                     if configuration != first:
                         own = {n: value for n, value in e.paper.get(first, {}).items() if value}
                         out.compare(what, result, base, {n: published[n] / own[n] for n in published.keys() & own})
+                    if configuration in e.paired:
+                        out.pair(what, base, result, e.paired[configuration])
                     out.draw(what, result)
+                out.top(", ".join(["all of these", calibration] + ([start] if len(e.starts) > 1 else [])), results)
         out.notes.append(f"{len(calls)} calls of {len(trace.sessions(calls))} sessions; {self.source}")
         return out
 

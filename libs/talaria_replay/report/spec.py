@@ -40,6 +40,10 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     metrics: list[str] = []
     relative: list[str] = []
     """Metrics that are also shown over those of the first configuration."""
+    highest: dict[str, float] = {}
+    """Metric → its published maximum over all configurations."""
+    paired: dict[str, float] = {}
+    """Configuration → published number of sessions that the first configuration completes sooner than it."""
     curve: Curve = ""
     """What its picture shows."""
     calibrations: list[CalibrationName] = []
