@@ -234,7 +234,9 @@ def simulate(  # noqa: PLR0917 - typer makes each argument an option
         str, typer.Option("--models", help="Comma-separated profiles, for groups without their own.")
     ] = "",
     model_map: Annotated[list[str] | None, typer.Option("--model-map", help="TRACE_MODEL=PROFILE. Repeatable.")] = None,
-    sessions: Annotated[int, typer.Option("--sessions", min=1, help="Sessions, at most.")] = 30,
+    sessions: Annotated[
+        int | None, typer.Option("--sessions", min=1, help="The first so many; none: all of a file, 30 of a shape.")
+    ] = None,
     max_calls: Annotated[int | None, typer.Option("--max-calls", min=1, help="Per session.")] = None,
     calibration: Annotated[str, typer.Option("--calibration", help="paper, aic or roofline.")] = "paper",
     ablation: Annotated[str, typer.Option("--ablation", help="Configuration of the instances.")] = "talaria",

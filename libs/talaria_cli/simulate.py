@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -27,6 +27,9 @@ from talaria_replay.sim.run import SimResult, capacity_table, encode, simulate_s
 from talaria_replay.sim.scenario import Group, Scenario, ScenarioError
 from talaria_replay.trace import Call
 
+SHAPE_SESSIONS = 30
+"""As many as the paper's replay has."""
+
 
 @dataclass(frozen=True, slots=True)
 class CatalogOptions:
@@ -39,13 +42,13 @@ class CatalogOptions:
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """As on the command line. `trace` is a file, or the name of a generated shape."""
+    """As on the command line. `trace` is a file, or the name of a generated shape; `sessions` None: all, or 30."""
 
     trace: str
     hardware: list[str]
     models: list[str]
     model_map: list[str]
-    sessions: int
+    sessions: int | None
     max_calls: int | None
     scenario: dict[str, Any]
     out: Path | None
@@ -114,40 +117,59 @@ def _scenario(options: SimulateOptions) -> tuple[Scenario, catalog.Catalog | Non
     return checked(Scenario(groups=made.groups(count), **options.scenario), ScenarioError), made
 
 
-def load_trace(
-    options: SimulateOptions, scenario: Scenario, of: catalog.Catalog | None = None
-) -> tuple[Iterable[Sequence[Call]], str]:
-    """The sessions, their models those of the scenario, and how they were made ("": read)."""
+class Loaded(NamedTuple):
+    """What is simulated."""
+
+    sessions: Iterable[Sequence[Call]]
+    """Their models are those of the scenario."""
+    generated: str = ""
+    """How they were made; "": read from a file."""
+    cut: str = ""
+    """What the options left of the file; "": all of it."""
+
+
+def load_trace(options: SimulateOptions, scenario: Scenario, of: catalog.Catalog | None = None) -> Loaded:
+    """The trace, read or made."""
     served = list(dict.fromkeys(profiles.model(m).name for g in scenario.groups for m in g.models))
     served = served if of is None else of.models
     if options.trace in SHAPES:
         limit = min(tokens for _, _, tokens in capacity_table(scenario))
         limit = min([limit, *(profiles.model(m).context_tokens for g in scenario.groups for m in g.models)])
+        count = options.sessions or SHAPE_SESSIONS
         made = generate(
             options.trace,
-            sessions=options.sessions,
+            sessions=count,
             models=served,
             seed=scenario.seed,
             max_calls=options.max_calls,
             max_context_tokens=limit,
             shares=None if of is None else of.shares,
         )
-        said = f"shape {options.trace!r}, {options.sessions} sessions, seed {scenario.seed}"
+        said = f"shape {options.trace!r}, {count} sessions, seed {scenario.seed}"
         if of is not None:
             said += f", {of.size} models, Zipf {of.exponent:g}"
-        return trace.grouped(made), said
+        return Loaded(trace.grouped(made), said)
     calls = trace.read(Path(options.trace))
     named = model_map(options.model_map)
-    sessions = list(trace.sessions(calls).values())[: options.sessions]
+    sessions = list(trace.sessions(calls).values())
     out = []
-    for n, session in enumerate(sessions):
+    for n, session in enumerate(sessions[: options.sessions]):
         changed = []
         for call in session[: options.max_calls]:
             name = named.get(call.model) or named.get("*") or call.model
             model = name if name in served else served[n % len(served)] if not named else name
             changed.append(msgspec.structs.replace(call, model=model))
         out.append(changed)
-    return out, ""
+    kept, cut = sum(map(len, out)), ""
+    if kept < len(calls):
+        cut = f"of the trace's {len(sessions)} sessions, {len(out)}; of its {len(calls)} calls, {kept}"
+    return Loaded(out, cut=cut)
+
+
+def _simulated(options: SimulateOptions, scenario: Scenario, of: catalog.Catalog | None) -> SimResult:
+    sessions, generated, cut = load_trace(options, scenario, of)
+    result = simulate_sessions(scenario, sessions, generated=generated)
+    return msgspec.structs.replace(result, notes=[*result.notes, cut]) if cut else result
 
 
 def run_simulate(options: SimulateOptions) -> int:
@@ -157,8 +179,7 @@ def run_simulate(options: SimulateOptions) -> int:
         if options.capacity_s is not None:
             return _capacity(options, scenario, of)
         started = time.process_time()
-        sessions, generated = load_trace(options, scenario, of)
-        result = simulate_sessions(scenario, sessions, generated=generated)
+        result = _simulated(options, scenario, of)
         took = time.process_time() - started
     except (ScenarioError, profiles.ProfileError, trace.TraceError, ValueError, OSError) as e:
         for line in str(e).splitlines():
@@ -178,15 +199,10 @@ def run_simulate(options: SimulateOptions) -> int:
 
 def _capacity(options: SimulateOptions, scenario: Scenario, of: catalog.Catalog | None) -> int:
     assert options.capacity_s is not None
-
-    def run(sized: Scenario) -> SimResult:
-        sessions, generated = load_trace(options, sized, of)
-        return simulate_sessions(sized, sessions, generated=generated)
-
     found = search(
         scenario,
         options.capacity_s,
-        run,
+        lambda sized: _simulated(options, sized, of),
         most=options.most_instances,
         size=None if of is None else lambda count: msgspec.structs.replace(scenario, groups=of.groups(count)),
         least=1 if of is None else of.least,

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from talaria_cli.main import app
 from talaria_cli.simulate import CatalogOptions, SimulateOptions, run_simulate
 from talaria_replay import trace
 from talaria_replay.generate import generate
@@ -145,6 +146,30 @@ class TestCapacity:
     def test_one_kind_only(self) -> None:
         with pytest.raises(ScenarioError, match="single kind"):
             search(msgspec.structs.replace(TWO, groups=TWO.groups * 2), 1.0, lambda _: None, most=2)  # type: ignore[arg-type,return-value]
+
+    def test_all_of_a_file_is_asked_about_unless_less_is_said(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        file = tmp_path / "t.jsonl"
+        trace.write(file, generate("paper", sessions=33, models=SMALL, seed=1, max_calls=2, max_context_tokens=60_000))
+        calls = len(trace.read(file))
+
+        def said(*options: str) -> Any:
+            command = ["simulate", str(file), "--hardware", f"paper-tp4:{','.join(SMALL)}", "--calibration", "roofline"]
+            with pytest.raises(SystemExit):
+                app([*command, "--no-admission", "--json", *options])
+            return json.loads(capsys.readouterr().out)
+
+        whole = said()
+        assert (whole["trace"]["sessions"], whole["trace"]["calls"]) == (33, calls)
+        assert not any("of the trace's" in note for note in whole["notes"])
+        assert said("--sessions", "4")["notes"][-1] == f"of the trace's 33 sessions, 4; of its {calls} calls, 8"
+        assert said("--max-calls", "1")["notes"][-1] == f"of the trace's 33 sessions, 33; of its {calls} calls, 33"
+        answer = said("--capacity", "9999", "--sessions", "4")
+        assert (answer["instances"], answer["notes"][-1][:31]) == (1, "of the trace's 33 sessions, 4; ")
+        with pytest.raises(SystemExit):
+            app(["simulate", "paper", "--max-calls", "1", "--json"])
+        assert json.loads(capsys.readouterr().out)["trace"]["sessions"] == 30
 
     def test_from_the_command_line(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         options = SimulateOptions(
