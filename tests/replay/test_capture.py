@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from talaria_common.wire import Completion, Event
+from talaria_common.wire import Completion, Event, Fence, ForwardHead, Placement
 from talaria_replay.capture import MAX_OPEN, Capture
 from talaria_replay.trace import read, write
 
@@ -62,6 +62,51 @@ def test_a_call_that_is_placed_again_has_waited_since_it_asked_first() -> None:
     it.completed(32.0, completion("c", ok=False))
     it.completed(33.0, completion("c", ok=False, attempt=1))
     assert it.failed == 1, "calls, not attempts"
+
+
+def test_a_failed_call_s_time_is_no_gap() -> None:
+    """Tools for 0.5 s, a call that fails after 7.5 s, and 2 s until the client tries anew."""
+    it = Capture()
+    it.routed(10.0, routed("a"))
+    it.completed(12.0, completion("a"))
+    it.routed(12.5, routed("b"))
+    it.completed(15.0, completion("b", ok=False))
+    it.completed(20.0, completion("b", ok=False, attempt=1))
+    it.routed(22.0, routed("c"))
+    again = it.completed(23.0, completion("c"))
+    it.routed(24.0, routed("d"))
+    after = it.completed(25.0, completion("d"))
+    assert again is not None
+    assert after is not None
+    assert (again.gap_s, after.gap_s) == (2.5, 1.0)
+
+
+def test_a_forward_seen_before_its_route_event_loses_no_wait() -> None:
+    it = Capture()
+    it.routed(10.0, routed("a"))
+    it.completed(12.0, completion("a"))
+    head = ForwardHead(
+        placement=Placement(
+            iid="i",
+            fence=Fence(partition=0, owner_rev=1, rid="b", attempt=0),
+            router="r",
+            seq=2,
+            accept_by_ms=0,
+            deadline_ms=0,
+        ),
+        endpoint="chat",
+        api="api",
+        api_epoch="e",
+        tenant="t",
+        session="s",
+        model="m",
+    )
+    it.forwarded(15.0, head, b'{"messages": [{"role": "user", "content": "x"}]}')
+    it.routed(15.1, routed("b", waited_ms=2100.0))
+    it.routed(16.0, routed("b", waited_ms=9000.0))
+    call = it.completed(17.0, completion("b"))
+    assert call is not None
+    assert (call.gap_s, len(call.messages or ())) == (1.0, 1)
 
 
 def test_one_session_on_two_models_is_two_sessions() -> None:
