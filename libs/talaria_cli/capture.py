@@ -57,17 +57,14 @@ async def _capture(options: CaptureOptions, url: str, settings: Settings | None)
         loop.add_signal_handler(number, stop.set)
     zipped = options.file.suffix == ".gz"
     part = options.file.with_name(f"{options.file.name}.part{'.gz' if zipped else ''}")
-    if options.texts:
-        print(
-            "capture: --texts sees RPC subjects; callers then wait for a dead part instead of failing", file=sys.stderr
-        )
     bus = await link.connect(url, settings, "talaria-capture")
     try:
         with cast("IO[bytes]", gzip.open(part, "wb") if zipped else part.open("wb")) as out:
             recorder = _Recorder(Capture(), out, options.calls, stop)
             await recorder.listen(bus, texts=options.texts)
             if recorder.problem is None:
-                print(f"capture: listening at {url}", file=sys.stderr, flush=True)
+                rpc = ", to RPC subjects too: callers wait for a dead part instead of failing" if options.texts else ""
+                print(f"capture: listening at {url}{rpc}", file=sys.stderr, flush=True)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(options.seconds):
                         await stop.wait()

@@ -43,7 +43,9 @@ async def test_a_trace_through_a_mesh(tmp_path: Path) -> None:
         # warm-up: two calls for each of two models
         capture = await start("capture", str(tmp_path / "c.jsonl"), "--bus", it.nats_url, "--calls", "24", "--texts")
         assert capture.stderr is not None
-        assert b"listening" in await capture.stderr.readline()
+        listening = await capture.stderr.readline()
+        assert b"listening" in listening
+        assert b"to RPC subjects too: callers wait for a dead part" in listening
         code, stdout, stderr = await talaria(
             "replay",
             str(tmp_path / "t.jsonl"),
