@@ -7,7 +7,8 @@ Three shapes, each a handful of quantiles with its source:
   than half. First prompt and growth are not published: they are chosen here so that the prompt quantiles come out.
 - "mini-swe-agent": quantiles derived from 500 sessions of mini-swe-agent on SWE-bench Verified with Gemini 3 Pro
   (gruckion/mini-swe-agent @ d12a71a, MIT).
-- "claude-code": quantiles derived from 692 Claude Code sessions (callanjfox/kv-cache-tester @ 94f6046, Apache-2.0).
+- "claude-code": quantiles derived from 692 Claude Code sessions (callanjfox/kv-cache-tester @ 94f6046, Apache-2.0). The
+  largest first prompts and growths are smaller here: there they are histories written anew, which are not modelled.
 
 Gaps are synthetic everywhere: a lognormal with median 0.39 s and sigma 0.74, which fits the paper's two published
 quantiles. Every generated call says so.
@@ -76,12 +77,11 @@ SHAPES: dict[str, Shape] = {
     ),
     "claude-code": Shape(
         depth=_table("0:2 5:4 10:7 25:18 50:44 75:90 90:149 95:210 99:342 100:514"),
-        first=_table("0:8000 5:13021 25:18587 50:24236 75:90000 90:120000 95:180000 100:400000"),
-        growth=_table("0:60 5:90 10:120 25:200 50:450 75:1200 90:2900 95:5200 99:12000 100:40000"),
+        first=_table("0:8000 5:13021 25:18587 50:24236 75:105000 90:180000 95:220000 99:400000 100:720000"),
+        growth=_table("0:1 5:18 10:31 25:145 50:430 75:1292 90:3655 95:7000 99:16000 100:60000"),
         completion=_table("0:20 5:88 25:138 50:217 75:429 90:894 95:1528 99:3680 99.9:8216 100:18195"),
-        spread=0.3,
-        damp=0.5,
-        forget=0.0085,
+        spread=0.2,
+        forget=0.0173,
     ),
 }
 
