@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from bench.agree.child import Components
 from bench.agree.simulated import steps_ms
 from bench.report import Figure, figure, machine, write
 from talaria_gpu.sched.ablation import NAMES
+from talaria_replay import trace
 from talaria_replay.measure import session_times
 from talaria_replay.quantiles import nearest_rank
 from talaria_replay.sim.device import Times
@@ -30,6 +32,8 @@ from talaria_replay.trace import Call
 ISSUES, QUICK_ISSUES = 6, 3
 CALLS, QUICK_CALLS = 5, 3
 GENERATED = "generated"
+APART = 1.1
+"""Measured session times of two configurations differ by at least this, or their order is chance."""
 
 
 class Pair(NamedTuple):
@@ -85,6 +89,12 @@ def order(of: dict[str, float]) -> list[str]:
     return sorted(of, key=lambda name: of[name])
 
 
+def pairs_in_order(real: Mapping[str, float], said: Mapping[str, float]) -> float:
+    """Share of the pairs of configurations that come in the same order, of those that `APART` sets apart."""
+    pairs = [(a, b) for a, b in itertools.permutations(real, 2) if real[b] >= APART * real[a]]
+    return sum(said[a] < said[b] for a, b in pairs) / len(pairs) if pairs else 1.0
+
+
 class Given(NamedTuple):
     """Sessions that are replayed on both sides."""
 
@@ -93,6 +103,13 @@ class Given(NamedTuple):
     """None: generated."""
     held_out: bool
     """Not looked at while the simulator was built."""
+
+
+def rotated(calls: Sequence[Call], number: int, runs: int) -> list[Call]:
+    """The sessions in another order for each of `runs` runs: who begins first decides much of who waits for whom."""
+    of = list(trace.sessions(calls).values())
+    at = number * len(of) // runs
+    return list(itertools.chain.from_iterable(of[at:] + of[:at]))
 
 
 def both(given: Given, calls: Sequence[Call], runs: int, folder: Path, paths: dict[str, Path]) -> list[Run]:
@@ -104,26 +121,27 @@ def both(given: Given, calls: Sequence[Call], runs: int, folder: Path, paths: di
     how = scale.of(known, sessions.median_prefix(calls))
     print(f"agree: {given.name}: {how}", flush=True)
     fitting, _ = sessions.scaled(calls, how.prompts, how.answers, models.CONTEXT)
-    starts = sessions.starts(fitting, START_SPREAD_S * how.time)
-    stagger_s = sorted(starts.values())[1] if len(starts) > 1 else 0.0
-    job = msgspec.structs.replace(
-        job,
-        scale=how.time,
-        weights_bytes_per_s=how.weights_bytes_per_s,
-        kv_bytes_per_s=how.kv_bytes_per_s,
-        slots=how.slots(),
-        replays={"main": fitting},
-        starts=starts,
-    )
     out: list[Run] = []
     for number in range(runs):
+        begun = rotated(fitting, number, runs)
+        starts = sessions.starts(begun, START_SPREAD_S * how.time)
+        stagger_s = sorted(starts.values())[1] if len(starts) > 1 else 0.0
+        job = msgspec.structs.replace(
+            job,
+            scale=how.time,
+            weights_bytes_per_s=how.weights_bytes_per_s,
+            kv_bytes_per_s=how.kv_bytes_per_s,
+            slots=how.slots(),
+            replays={"main": begun},
+            starts=starts,
+        )
         parts = answer("bench.agree.child", job, Components, folder)
         scenario = simulated.profiles(parts, how.weights_bytes_per_s, how.kv_bytes_per_s, folder)
         times = simulated.times_of(scenario)
         run: Run = {}
         for ablation in NAMES:
             replay = child(msgspec.structs.replace(job, ablation=ablation), folder).replays["main"]
-            said = simulated_values(simulated.run(scenario, ablation, how, fitting, stagger_s))
+            said = simulated_values(simulated.run(scenario, ablation, how, begun, stagger_s))
             pair = run[ablation] = Pair(real_values(replay), said, curves(replay, times))
             measured, predicted = pair.real["sct_p50_s"][0], pair.sim["sct_p50_s"]
             print(
@@ -157,6 +175,7 @@ def figures(runs: Sequence[Run], prefix: str = "") -> dict[str, Figure]:
         sct = [{name: float(side(pair)) for name, pair in run.items()} for side in (_real_sct, _sim_sct)]
         same = float(order(sct[0]) == order(sct[1]))
         found.setdefault(f"{prefix}same_order", []).append((same, "1 or 0"))
+        found.setdefault(f"{prefix}pairs_in_same_order", []).append((pairs_in_order(*sct), "of pairs"))
     return {name: figure([value for value, _ in rows], rows[0][1]) for name, rows in found.items()}
 
 

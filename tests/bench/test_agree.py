@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from bench.ablation.work import Work
-from bench.agree.__main__ import Pair, figures
+from bench.agree.__main__ import Pair, figures, pairs_in_order, rotated
 from bench.agree.simulated import steps_ms
+
 from talaria_gpu.engine.contract import StepResult, StepTokens
 from talaria_replay.sim.device import Times
+from talaria_replay.trace import Call
 
 
 def run(real: float, said: float) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def test_ratios_have_the_names_that_others_rely_on():
     assert found["real_sct_p50_s_no_sp"]["median"] == 20.0
     assert found["sim_sct_p50_s_no_sp"]["median"] == 22.0
     assert found["same_order"]["median"] == 1.0
+    assert found["pairs_in_same_order"]["median"] == 1.0
     assert "cached_share_sim_over_real_talaria" not in found, "only what both say"
 
 
@@ -47,3 +49,15 @@ def test_curves_are_asked_about_the_steps_that_were_made():
     prefill, decode = steps_ms(times, work)
     assert prefill == pytest.approx(1 + 6 + 0.001 * 60 * (40 + 30))
     assert decode == pytest.approx(5 + 3 + 0.01 * (100 + 300 + 100))
+
+
+def test_order_counts_where_configurations_are_apart():
+    real = {"a": 10.0, "b": 10.5, "c": 20.0}
+    assert pairs_in_order(real, {"a": 11.0, "b": 10.0, "c": 20.0}) == 1.0
+    assert pairs_in_order(real, {"a": 11.0, "b": 10.0, "c": 10.5}) == 0.5
+
+
+def test_each_run_begins_with_other_sessions():
+    calls = [Call(session=s, call=n, model="m", prompt_tokens=9, completion_tokens=1) for s in "abcdef" for n in (0, 1)]
+    orders = ["".join(c.session for c in rotated(calls, number, 3) if not c.call) for number in range(3)]
+    assert orders == ["abcdef", "cdefab", "efabcd"]
