@@ -117,14 +117,24 @@ def _count(folder: Path) -> Count:
     return lambda text: len(tokenizer.encode(text))
 
 
+def _wrong(e: OSError | RecursionError, out: Path, part: Path) -> str:
+    """The file that the user knows, and what is wrong with it."""
+    if isinstance(e, RecursionError):
+        return f"{out}: messages nested too deeply; expected fewer than 900 levels"
+    return f"{out if e.filename in {None, str(part)} else e.filename}: {e.strerror}"
+
+
 def _save(out: Path, calls: Iterator[trace.Call]) -> int:
     part = out.with_name(f".{out.name}.part{'.gz' if out.suffix == '.gz' else ''}")
     try:
         trace.write(part, calls)
         trace.read(part)
         part.replace(out)
-    except (trace.TraceError, OSError) as e:
+    except trace.TraceError as e:
         print(e, file=sys.stderr)
+        return 1
+    except (OSError, RecursionError) as e:
+        print(f"talaria trace: {_wrong(e, out, part)}", file=sys.stderr)
         return 1
     finally:
         part.unlink(missing_ok=True)

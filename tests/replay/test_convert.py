@@ -171,3 +171,25 @@ def test_the_real_workload_is_ten_astropy_issues_on_three_models(traces: Path, t
     made = sessions(read(out))
     assert len(made) == 30
     assert all(name.startswith("astropy__astropy-") for name in made)
+
+
+def test_a_file_that_cannot_be_written_or_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, nowhere = tmp_path / "folder", tmp_path / "nowhere" / "t.jsonl"
+    folder.mkdir()
+    assert run_generate("paper", folder, 1, "m", 0, None) == 1
+    assert capsys.readouterr().err == f"talaria trace: {folder}: Is a directory\n"
+    assert run_generate("paper", nowhere, 1, "m", 0, None) == 1
+    assert capsys.readouterr().err == f"talaria trace: {nowhere}: No such file or directory\n"
+    assert run_convert(nowhere, tmp_path / "t.jsonl", "swebench", "", "none", 0) == 1
+    assert capsys.readouterr().err == f"talaria trace: {nowhere}: No such file or directory\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
+def test_a_full_disk_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("talaria_replay.trace.write", lambda _path, _calls: Path("/dev/full").write_bytes(b"x" * 9999))
+    out = tmp_path / "t.jsonl"
+    assert run_generate("paper", out, 1, "m", 0, None) == 1
+    assert capsys.readouterr().err == f"talaria trace: {out}: No space left on device\n"
