@@ -52,3 +52,17 @@ def test_all_of_table_2_is_shown() -> None:
     (table,) = spec.select(spec.load("paper"), ["table-2"])
     cells = [name for values in table.paper.values() for name in values]
     assert len(cells) == len(set(cells)) == 36
+
+
+def test_the_order_of_slots_is_the_scheduler_s() -> None:
+    """Six models that now and then have work: who has its slot when is another's turn under another rule."""
+    models = tuple(f"{SMALL[n % 3]}:{n}" for n in range(6))
+    several = Scenario(
+        groups=(Group(hardware="paper-tp4", models=models),),
+        calibration="roofline",
+        admission=False,
+        sessions_per_s=0.3,
+    )
+    trace = list(generate("mini-swe-agent", sessions=30, models=models, seed=1, max_calls=4))
+    by = {how: simulate(replace(several, slot_order=how), trace).summary for how in ("configured", "arrival")}
+    assert by["arrival"]["ttft_s"] != by["configured"]["ttft_s"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from talaria_gpu.sched.ablation import Ablation
+from talaria_gpu.sched.order import Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class SlotConfig:
     ablation: Ablation = field(default_factory=Ablation)
     suspends: bool = False
     """The engine keeps a running call's KV over a switch, so that nothing of its prefill is lost with the slot."""
+    order: Order = "staging"
 
     @property
     def round_limit_ms(self) -> float:

@@ -26,6 +26,8 @@ def arrived(now: float, state: State, call: Call) -> None:
         if not queue:
             slot.mark = now if slot.mark is None else slot.mark
             slot.stuck = slot.empty = False
+    elif not queue:
+        state.joined(call.model)
     queue.add(call)
     state.model_of[call.rid] = call.model
     if call.deadline:

@@ -67,9 +67,17 @@ class State:
 
     def reorder(self) -> None:
         """A round begins from nothing: the order that leaves staging most time."""
-        if self.config.ablation.staging:
-            self.names = tuple(order.for_staging(self.names, self.estimates.stage_ms, self.book.slot_ms))
-            self.order = {name: position for position, name in enumerate(self.names)}
+        if self.config.order == "staging" and self.config.ablation.staging:
+            self._rotate(order.for_staging(self.names, self.estimates.stage_ms, self.book.slot_ms))
+
+    def joined(self, model: str) -> None:
+        """A model has got work. By arrival, its slot comes after those of all others: it overtakes nobody."""
+        if self.config.order == "arrival" and self.slot is not None and self.slot.model != model:
+            self._rotate(order.joined(self.names, model, self.slot.model))
+
+    def _rotate(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.order = {name: position for position, name in enumerate(self.names)}
 
     # --- what is left of the slot
 

@@ -60,6 +60,7 @@ def slot_config(scenario: Scenario) -> SlotConfig:
         gamma=scenario.gamma,
         t_tpot_ms=scenario.t_tpot_ms,
         ablation=Ablation(sp="sp" in on, hkvr="hkvr" in on, staging="staging" in on),
+        order=scenario.slot_order,
         suspends=True,  # as an instance with host_kv_mib; without hkvr the scheduler knows better
     )
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from talaria_gpu.sched.order import Order
 from talaria_replay.ranges import Amount, Count, Positive
 from talaria_replay.sim.arrivals import Bursts
 from talaria_replay.sim.profiles import CalibrationName
@@ -62,6 +63,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         overload: what the router does with a call that no instance admits.
         mu_ms_per_gib, nu_ms, control_window_s, replica_idle_s: the router's, for Eq. 2.
         slot_ms, drain_ms: the slot scheduler's budgets; its round planner bounds them by Eq. 4 and 5.
+        slot_order: what decides in which order models take their slots (talaria_gpu.sched.order).
         page_tokens, kv_block_tokens: of device and host KV; larger ones simulate faster, and reuse a little less.
         host_gib: host memory for KV of each instance; None: what weights leave of the hardware's.
         stagger_s, concurrent: as in `talaria replay`.
@@ -90,6 +92,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     drain_ms: Amount = 0.0
     t_tpot_ms: Positive = 100.0
     patience_s: Amount = 10.0
+    slot_order: Order = "staging"
     page_tokens: Count = 64
     kv_block_tokens: Count = 64
     host_gib: Positive | None = None

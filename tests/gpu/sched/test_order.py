@@ -54,15 +54,31 @@ def test_the_order_is_chosen_when_a_round_begins_and_kept_while_anybody_waits() 
     assert core.upcoming == "b"
 
 
+def test_other_orders_are_the_configured_one_and_that_of_getting_work() -> None:
+    """c gets work before b does, and d when a has its slot again."""
+    for how, turns in (("configured", "bcda"), ("arrival", "cbda")):
+        core = SlotScheduler(("a", "b", "c", "d"), SlotConfig(slot_ms=100.0, order=how), "a", 0.0)
+        for n, model in enumerate("acbd"):
+            core.estimates.switch(model, 1000.0 * n, loaded_bytes=1000, weight_bytes=1000)
+            core.handle(0.0, Arrived(Call(f"{model}1", model, 0.0)))
+        core.handle(0.0, Turn())
+        came = []
+        for n, _ in enumerate(turns):
+            came.append(core.upcoming)
+            core.handle(0.1 * n, Switched(core.upcoming, 100.0, loaded_bytes=1000, weight_bytes=1000))
+        assert "".join(came) == turns, how
+
+
 @given(
+    st.sampled_from(["staging", "configured", "arrival"]),
     st.permutations("abc"),
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2000), st.integers(1, 60)), min_size=3, max_size=20),
 )
-@settings(max_examples=60, deadline=None)
-def test_in_any_order_nobody_waits_while_another_has_two_slots(order, arrivals) -> None:
+@settings(max_examples=120, deadline=None)
+def test_in_any_order_nobody_waits_while_another_has_two_slots(how, order, arrivals) -> None:
     """The toy checks it, as it does everything else, whatever is known of staging and slots."""
     jobs = [Job(f"r{i}", m, at, tokens=n) for i, (m, at, n) in enumerate(arrivals)]
-    toy = Toy(("a", "b", "c"), SlotConfig(slot_ms=100.0), jobs, 30)
+    toy = Toy(("a", "b", "c"), SlotConfig(slot_ms=100.0, order=how), jobs, 30)
     for place, model in enumerate(order):
         toy.core.estimates.switch(model, 1000.0 * place, loaded_bytes=1000, weight_bytes=1000)
         toy.rules.knows_switch(model, 1000.0 * place)
