@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from hypothesis import strategies as st
 from talaria_cli.main import main
 from talaria_gpu.engine.contract import SwitchTiming
 from talaria_gpu.engine.ipc import SlotEnded
+from talaria_gpu.engine.sim import SimEngine
 from talaria_gpu.engine.sim.device import Part
 from talaria_gpu.hkvr.registry import Registry
 from talaria_gpu.sched import admission
 from talaria_gpu.sched.config import SlotConfig
+from talaria_gpu.sched.messages import Phase
+from talaria_gpu.sched.slot import Slot
 from talaria_gpu.staging.chunks import ChunkMap, State
 from talaria_replay import workload
 from talaria_replay.generate import SHAPES, generate
@@ -219,10 +223,26 @@ class TestMutations:
         assert after["sct_s"] != before["sct_s"]
 
 
-class Nothing:
-    """An engine without models."""
+class Kept:
+    """What an engine keeps over a switch."""
 
-    capacities: dict[str, int] = {}
+    brought_bytes = 4
+    buffer_bytes = 100
+
+    def used_bytes(self, _active: str) -> int:
+        return 50
+
+
+class Nothing:
+    """An engine of two models whose state a test sets."""
+
+    capacities = {"m": 10, "n": 10}
+    active: str | None = None
+    kept = Kept()
+    unfinished = 0
+
+    def kv_used_tokens(self, _model: str) -> int:
+        return 0
 
 
 PRESSED = Scenario(
@@ -332,40 +352,100 @@ class TestLaws:
         laws.moved_at = 1e9 + STALL_S
         laws.stands(1e9 + STALL_S + 1.0)
 
+    def switched(self) -> tuple[InstanceLaws, Nothing]:
+        """A switch to m began at 5 s, and at 5.003 s it should be over."""
+        engine = Nothing()
+        laws = InstanceLaws("i", engine, 0.0)  # type: ignore[arg-type]
+        engine.active, engine.unfinished = "m", 1
+        laws.after_turn(5.0)
+        return laws, engine
+
     def test_switches(self) -> None:
-        laws = InstanceLaws("i", Nothing(), 0.0)  # type: ignore[arg-type]
         good = SwitchTiming(
             target="m", phases_ms=(1.0, 2.0, 0.0, 0.0, 0.0), total_ms=3.0, weight_bytes=9, d2d_bytes=4, h2d_bytes=5,
             dirty_bytes=2, missing_bytes=3,
         )  # fmt: skip
-        laws.switch(good)
+        self.switched()[0].switch(5.003, good)
         for wrong in (
             {"d2d_bytes": 5},
             {"dirty_bytes": 1},
             {"total_ms": 4.0},
             {"phases_ms": (4.0, -1.0, 0.0, 0.0, 0.0)},
+            {"target": "n"},
+            {"d2d_bytes": 3, "h2d_bytes": 6, "missing_bytes": 4},  # it adds up, but 4 were staged
+            {"phases_ms": (2.0, 2.0, 0.0, 0.0, 0.0), "total_ms": 4.0},  # the same, but 3 ms passed
         ):
             with pytest.raises(LawError):
-                laws.switch(msgspec.structs.replace(good, **wrong))
+                self.switched()[0].switch(5.003, msgspec.structs.replace(good, **wrong))
 
     def test_slots(self) -> None:
-        laws = InstanceLaws("i", Nothing(), 0.0)  # type: ignore[arg-type]
         slot = {
-            "model": "m",
-            "active_ms": 2.0,
-            "switch_ms": 1.0,
-            "prefills": 0,
-            "decodes": 0,
-            "admitted": 0,
-            "deferred": 0,
-            "retracted": 0,
-            "reason": "idle",
-        }
-        laws.slot(1.0, SlotEnded(wall_ms=3.0, **slot))  # type: ignore[arg-type]
-        with pytest.raises(LawError, match="is not active"):
-            laws.slot(1.0, SlotEnded(wall_ms=3.5, **slot))  # type: ignore[arg-type]
-        with pytest.raises(LawError, match="slots of"):
-            laws.slot(0.001, SlotEnded(wall_ms=3.0, **slot))  # type: ignore[arg-type]
+            "model": "m", "prefills": 0, "decodes": 0, "admitted": 0, "deferred": 0, "retracted": 0, "reason": "idle",
+        }  # fmt: skip
+
+        def ends(active_ms: float, switch_ms: float, wall_ms: float) -> None:
+            """It had a switch of 3 ms, no call for 20 ms, and another model's switch began 60 ms after its own."""
+            laws, engine = self.switched()
+            timing = {"weight_bytes": 4, "d2d_bytes": 4, "total_ms": 3.0, "phases_ms": (3.0, 0.0, 0.0, 0.0, 0.0)}
+            laws.switch(5.003, SwitchTiming(target="m", **timing))  # type: ignore[arg-type]
+            engine.unfinished = 0
+            laws.look(5.030)
+            engine.unfinished = 1
+            laws.look(5.050)
+            engine.active = "n"
+            laws.after_turn(5.060)
+            record = SlotEnded(active_ms=active_ms, switch_ms=switch_ms, wall_ms=wall_ms, **slot)  # type: ignore[arg-type]
+            laws.slot(5.060, record)
+
+        ends(37.0, 3.0, 40.0)
+        for wrong, said in (
+            ((37.0, 3.0, 41.0), "is not active"),
+            ((38.0, 2.0, 40.0), "a slot's switch of 2.0 ms took"),
+            ((38.0, 3.0, 41.0), "a slot of 41.0 ms and"),  # it adds up, but not to what passed
+            ((57.0, 3.0, 60.0), "a slot of 60.0 ms and"),
+        ):
+            with pytest.raises(LawError, match=said):
+                ends(*wrong)
+
+    def test_a_switch_that_took_longer_than_it_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = SimEngine.switch
+
+        def late(self: SimEngine, model: str) -> SwitchTiming:
+            timing = plain(self, model)
+            self._free_at += 0.01
+            return timing
+
+        monkeypatch.setattr(SimEngine, "switch", late)
+        with pytest.raises(LawError, match=r"a switch to .* took"):
+            simulate(ONE, trace_of(BIG, 3, 2))
+
+    def test_a_slot_that_counts_too_much(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = Slot.enter
+
+        def twice(self: Slot, phase: Phase, now: float) -> None:
+            plain(self, phase, now)
+            self.spent_ms[phase] += 0.01
+
+        monkeypatch.setattr(Slot, "enter", twice)
+        with pytest.raises(LawError, match="without calls, in"):
+            simulate(ONE, trace_of(BIG, 6, 3))
+
+    def test_staged_bytes_that_were_dirty(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = ChunkMap.switch_plan
+
+        def one_less(self: ChunkMap, chunk_bytes: int) -> Any:
+            plan = plain(self, chunk_bytes)
+            moved = min(1, plan.d2d_bytes)
+            return replace(
+                plan,
+                d2d_bytes=plan.d2d_bytes - moved,
+                h2d_bytes=plan.h2d_bytes + moved,
+                dirty_bytes=plan.dirty_bytes + moved,
+            )
+
+        monkeypatch.setattr(ChunkMap, "switch_plan", one_less)
+        with pytest.raises(LawError, match="came from staging, where"):
+            simulate(ONE, trace_of(BIG, 6, 3))
 
 
 class TestProfiles:

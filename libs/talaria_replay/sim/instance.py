@@ -172,6 +172,7 @@ class SimInstance:
                 self._reports(self.driver.close_model(model))
             case Stop():
                 return  # there is no other process here
+        self.laws.look(self._clock.now())
         self._pump()
 
     def _prepared(self, key: CallKey) -> None:
@@ -195,7 +196,7 @@ class SimInstance:
             boundary_s, self.engine.most_steps = self.driver.boundary_ms / 1000, self.driver.boundary_steps
             self.engine.horizon = now + boundary_s
             reports = self.driver.turn(now)
-            self.laws.after_turn()
+            self.laws.after_turn(now)
             self._reports(reports)
             if self.driver.next_wakeup() != 0 or self._heap.head <= now:
                 break  # else nobody else has anything to do before the next turn
@@ -212,14 +213,14 @@ class SimInstance:
                     )
                 continue
             told += self._flush()
+            at = self._clock.now()
             if isinstance(report, SlotEnded):
-                at = self._clock.now()
                 self._slots.slot(self.iid, at - self._opened, report, self.laws.hbm_bytes / self.gpus / GIB)
                 self.laws.slot(at, report)
             elif isinstance(report, Switched):
                 for timing in report.timings:
-                    self.laws.switch(timing)
-                    self._slots.switch(self.iid, self._clock.now() - self._opened, timing)
+                    self.laws.switch(at, timing)
+                    self._slots.switch(self.iid, at - self._opened, timing)
             told.append(report)
         if told:
             self._said(*told)

@@ -10,6 +10,8 @@ from talaria_gpu.engine.sim import SimEngine
 STALL_S = 21_600.0
 """Longer than a call may be refused, wait for a model to be read from disk, or be prefilled."""
 _EPS_MS = 1e-3
+_EPS = 1e-9
+"""Of a time that is a sum of many."""
 
 
 class LawError(AssertionError):
@@ -20,28 +22,46 @@ class LawError(AssertionError):
 
 
 class InstanceLaws:
-    """One instance's.
+    """One instance's, held against the virtual clock and against what the engine holds, not against the records alone.
 
-    KV is never above capacity, and the buffer never overfull; each slot's wall = active + switch, and all slots fit in
-    the time that passed; each switch accounts for every byte and millisecond.
+    KV is never above capacity, and the buffer never overfull; a switch takes as long as its record says, and brings as
+    many staged bytes as had landed; the time between two slots' beginnings is the slot's active time, its switch, and
+    the time in which no call was here.
     """
 
     def __init__(self, iid: str, engine: SimEngine, start: float) -> None:
         self._iid = iid
         self._engine = engine
         self._capacity = engine.capacities
-        self._start = start
-        self._slots_ms = 0.0
+        self._active = engine.active
+        self._began = self._switched_at = self._looked = start
+        """When the slot began, with its switch; when the latest switch began; when `look` last looked. Seconds."""
+        self._switch_ms = 0.0
+        """Of the open slot's switch, by the clock."""
+        self._idle_ms = 0.0
+        """Since the slot began, without any call."""
+        self._idle = True
         self.kv_peak = dict.fromkeys(self._capacity, 0)
         """Most device rows in use, tokens, by model."""
         self.hbm_bytes = 0
         """Most of the buffer in use since the last slot ended: weights, KV and what is staged."""
 
-    def after_turn(self) -> None:
-        """After each turn of the driver."""
+    def look(self, now: float) -> None:
+        """After each command and each turn: whether any call is here."""
+        if self._idle:
+            self._idle_ms += (now - self._looked) * 1000
+        self._looked, self._idle = now, not self._engine.unfinished
+
+    def after_turn(self, now: float) -> None:
+        """After each turn of the driver, before its reports."""
+        self.look(now)
         active = self._engine.active
         if active is None:
             return
+        if active != self._active:
+            if self._active is None:  # there was no slot before
+                self._began, self._idle_ms = now, 0.0
+            self._active, self._switched_at = active, now
         used = self._engine.kv_used_tokens(active)
         if used > self._capacity[active]:
             raise LawError(f"{self._iid}: {active} holds {used} KV tokens of {self._capacity[active]}")
@@ -53,21 +73,33 @@ class InstanceLaws:
                 raise LawError(f"{self._iid}: {held} bytes are in a buffer of {kept.buffer_bytes}")
             self.hbm_bytes = max(self.hbm_bytes, held)
 
-    def switch(self, t: SwitchTiming) -> None:
+    def switch(self, now: float, t: SwitchTiming) -> None:
         """A switch is over."""
         if t.d2d_bytes + t.h2d_bytes != t.weight_bytes or t.dirty_bytes + t.missing_bytes != t.h2d_bytes:
             raise LawError(f"{self._iid}: the switch to {t.target} does not account for its bytes: {t}")
+        staged = self._engine.kept.brought_bytes if self._engine.kept is not None else 0
+        if t.d2d_bytes != staged:
+            raise LawError(f"{self._iid}: {t.d2d_bytes} bytes of {t.target} came from staging, where {staged} lay")
         if min(t.phases_ms) < 0 or abs(sum(t.phases_ms) - t.total_ms) > _EPS_MS:
             raise LawError(f"{self._iid}: the phases of the switch to {t.target} are {t.phases_ms}, of {t.total_ms} ms")
+        self._switch_ms = took = (now - self._switched_at) * 1000
+        if t.target != self._active or abs(took - t.total_ms) > _EPS_MS:
+            raise LawError(
+                f"{self._iid}: a switch to {t.target} of {t.total_ms} ms; one to {self._active} took {took:.6f}"
+            )
 
     def slot(self, now: float, slot: SlotEnded) -> None:
-        """A slot ended."""
+        """A slot ended: the switch to the next one begins."""
         if abs(slot.wall_ms - slot.active_ms - slot.switch_ms) > _EPS_MS:
             raise LawError(f"{self._iid}: wall {slot.wall_ms} is not active {slot.active_ms} + {slot.switch_ms}")
-        self._slots_ms += slot.wall_ms
-        if self._slots_ms > (now - self._start) * 1000 + 1.0:
-            raise LawError(f"{self._iid}: slots of {self._slots_ms} ms in {(now - self._start) * 1000} ms")
-        self.hbm_bytes = 0
+        if abs(slot.switch_ms - self._switch_ms) > _EPS_MS:
+            raise LawError(f"{self._iid}: a slot's switch of {slot.switch_ms} ms took {self._switch_ms:.6f}")
+        passed_ms = (now - self._began) * 1000
+        if abs(slot.wall_ms + self._idle_ms - passed_ms) > _EPS_MS + _EPS * passed_ms:
+            raise LawError(
+                f"{self._iid}: a slot of {slot.wall_ms} ms and {self._idle_ms:.6f} without calls, in {passed_ms:.6f} ms"
+            )
+        self._began, self._idle_ms, self.hbm_bytes = now, 0.0, 0
 
     def end(self) -> None:
         """Nothing is unfinished: nothing may have leaked."""

@@ -110,6 +110,11 @@ class SimEngine:
         pool = self._pools[model]
         return bool(pool.waiting or pool.running)
 
+    @property
+    def unfinished(self) -> int:
+        """Calls of all models that are here."""
+        return len(self._model_of)
+
     def running(self, model: str) -> int:
         """Calls of the model that hold device KV."""
         return self._pools[model].holding if model == self._active else 0

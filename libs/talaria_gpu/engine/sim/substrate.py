@@ -39,6 +39,8 @@ class SimSubstrate:
         """None: a switch forgets all KV."""
         self.staging: Staging | None = None
         """The staging under way."""
+        self.brought_bytes = 0
+        """Of the weights of the latest switch, those whose copies had landed: by count, not by the bitmap."""
 
     @classmethod
     def of(
@@ -199,7 +201,10 @@ class SimSubstrate:
         if source is not None:
             suspended, retracted, leave_ms = self.leave(source, now)
         spec = self._specs[target]
-        plan = unstaged(spec) if staging is None or staging.model != target else staging.switch_plan()
+        if staging is None or staging.model != target:
+            plan, self.brought_bytes = unstaged(spec), 0
+        else:
+            plan, self.brought_bytes = staging.switch_plan(), staging.staged_bytes
         p1, p2, p3, p4, p5 = self._device.switch_ms(source, target, plan.d2d_bytes)
         p1 += leave_ms
         wait_ms = max(0.0, (landed - now) * 1000 - p1)  # for the last chunk
