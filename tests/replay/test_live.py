@@ -252,6 +252,17 @@ async def test_a_run_with_failed_sessions_is_not_complete_and_is_resumed(tmp_pat
     assert len(resumed.notes) == 2
 
 
+async def test_a_disk_that_is_full_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_path: Path, _version: results.Results) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results, "write", full)
+    async with plain_server() as server:
+        with pytest.raises((OSError, ExceptionGroup), match=r"No space left|unhandled errors"):
+            await Replay(Plan(server.url), trace_of(), out=tmp_path / "r.json").run()
+    assert not names(tmp_path)
+
+
 async def test_a_result_that_cannot_be_written_is_said_before_the_warm_up(tmp_path: Path) -> None:
     async with plain_server() as server:
         with pytest.raises(OSError, match="is a folder"):
