@@ -31,6 +31,8 @@ class Job(msgspec.Struct, kw_only=True):
     """By session: when it begins within its replay, s, of those that are not held back by `concurrent`."""
     concurrent: int = 0
     """Sessions under way at a time: the next one, in the order of `starts`, begins when one has ended. 0: all."""
+    unmeasured: bool = False
+    """The scheduler knows no step's time when the replays begin, as in a simulation; the engine is warm either way."""
     prefix_tokens: int = 0
     """Instead of replays: measure a prefill of this length, and decode behind it."""
 

@@ -115,7 +115,11 @@ def rotated(calls: Sequence[Call], number: int, runs: int) -> list[Call]:
 def both(given: Given, calls: Sequence[Call], runs: int, folder: Path, paths: dict[str, Path]) -> list[Run]:
     """`runs` runs of every configuration on the real engine, each with the simulated one beside it."""
     job = Job(
-        ablation="talaria", paths={n: str(p) for n, p in paths.items()}, context=models.CONTEXT, kv_tokens=KV_TOKENS
+        ablation="talaria",
+        paths={n: str(p) for n, p in paths.items()},
+        context=models.CONTEXT,
+        kv_tokens=KV_TOKENS,
+        unmeasured=True,
     )
     known = child(msgspec.structs.replace(job, prefix_tokens=PREFIX_TOKENS), folder).profiles
     how = scale.of(known, sessions.median_prefix(calls))
