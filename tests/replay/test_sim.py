@@ -32,7 +32,7 @@ from talaria_replay.sim import profiles
 from talaria_replay.sim.clients import REFUSED_S
 from talaria_replay.sim.device import GIB, ProfiledDevice, Times, buffer_bytes, kv_capacity_tokens, times
 from talaria_replay.sim.instance import SimInstance
-from talaria_replay.sim.laws import STALL_S, CallLaws, InstanceLaws, LawError
+from talaria_replay.sim.laws import CallLaws, InstanceLaws, LawError
 from talaria_replay.sim.run import encode, simulate
 from talaria_replay.sim.scenario import Group, Scenario, ScenarioError
 from talaria_replay.trace import Call
@@ -327,7 +327,7 @@ def _reclaim(chunks: ChunkMap, page: int) -> int:
 
 class TestLaws:
     def test_calls(self) -> None:
-        laws = CallLaws()
+        laws = CallLaws(100.0)
         laws.begin("s", 0, 0.0)
         with pytest.raises(LawError, match="never ended"):
             laws.end()
@@ -342,15 +342,15 @@ class TestLaws:
         laws.end()
 
     def test_a_mesh_that_is_stuck(self) -> None:
-        laws = CallLaws()
+        laws = CallLaws(100.0)
         laws.stands(1e9)  # nothing is under way
         laws.begin("s", 0, 1e9)
-        laws.stands(1e9 + STALL_S)
-        laws.begin("t", 0, 1e9 + STALL_S)  # who comes is no sign of life
+        laws.stands(1e9 + 100.0)
+        laws.begin("t", 0, 1e9 + 100.0)  # who comes is no sign of life
         with pytest.raises(LawError, match=r"a bug, .*: nothing has come of 2 calls"):
-            laws.stands(1e9 + STALL_S + 1.0)
-        laws.moved_at = 1e9 + STALL_S
-        laws.stands(1e9 + STALL_S + 1.0)
+            laws.stands(1e9 + 101.0)
+        laws.moved_at = 1e9 + 100.0
+        laws.stands(1e9 + 101.0)
 
     def switched(self) -> tuple[InstanceLaws, Nothing]:
         """A switch to m began at 5 s, and at 5.003 s it should be over."""
@@ -527,7 +527,7 @@ def test_full_kv_beside_staged_weights_is_lawful() -> None:
 
 
 def test_hours_between_sessions_are_lawful_and_the_last_call_ends_the_window() -> None:
-    scenario = msgspec.structs.replace(ONE, stagger_s=STALL_S + 500.0, heartbeat_s=5.0)
+    scenario = msgspec.structs.replace(ONE, stagger_s=20_000.0, heartbeat_s=5.0)
     result = simulate(scenario, trace_of(BIG, 2, 2))
     assert result.summary["failed_calls"] == 0
     assert result.summary["window_s"] == pytest.approx(max(r.done_s for r in result.calls), abs=0.01)
@@ -542,6 +542,16 @@ def test_a_call_that_is_refused_for_ever_fails() -> None:
     assert failed.cached_tokens == 0
     assert result.summary["failed_calls"] == result.summary["failed_sessions"] == 1
     assert "1 calls failed, and with each the rest of its session; first call" in result.notes[-1]
+
+
+def test_a_call_that_is_queued_for_ever_fails() -> None:
+    slow = msgspec.structs.replace(
+        ONE, calibration="paper", admission=True, overload="queue", hardware={"h2d_gb_s": 4.0}, deadline_s=1000.0
+    )
+    result = simulate(slow, trace_of(BIG, 3, 5, seed=0))
+    (failed,) = [r for r in result.calls if r.error]
+    assert failed.done_s - failed.intended_s == pytest.approx(1000.0, abs=5.0)
+    assert "deadline" in failed.error
 
 
 def test_a_broken_law_is_said_and_no_result_given(

@@ -7,8 +7,6 @@ from talaria_gpu.engine.contract import SwitchTiming
 from talaria_gpu.engine.ipc import SlotEnded
 from talaria_gpu.engine.sim import SimEngine
 
-STALL_S = 21_600.0
-"""Longer than a call may be refused, wait for a model to be read from disk, or be prefilled."""
 _EPS_MS = 1e-3
 _EPS = 1e-9
 """Of a time that is a sum of many."""
@@ -110,9 +108,14 @@ class InstanceLaws:
 
 
 class CallLaws:
-    """Each call begins and ends exactly once, in its session's order."""
+    """Each call begins and ends exactly once, in its session's order.
 
-    def __init__(self) -> None:
+    Args:
+        longest_s: no call can be under way for longer than that, answered or not.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
         self._at: dict[str, tuple[int, bool]] = {}
         """By session: its latest call, and whether it is under way."""
         self.moved_at = 0.0
@@ -141,9 +144,9 @@ class CallLaws:
         self.ends += 1
 
     def stands(self, now: float) -> None:
-        """Raises LawError when calls are under way and nothing has come of any of them for `STALL_S`."""
-        if self.begun > self.ends and now - self.moved_at > STALL_S:
-            raise LawError(f"nothing has come of {self.begun - self.ends} calls for {STALL_S:g} s of virtual time")
+        """Raises LawError when calls are under way and nothing has come of any of them for too long."""
+        if self.begun > self.ends and now - self.moved_at > self._longest_s:
+            raise LawError(f"nothing has come of {self.begun - self.ends} calls for {self._longest_s:g} s")
 
     def closed(self, session: str) -> None:
         """The session is over; nothing more of it may come."""

@@ -18,7 +18,7 @@ from talaria_replay.measure import CallRecord, Tally
 from talaria_replay.ranges import checked
 from talaria_replay.sim import profiles
 from talaria_replay.sim.arrivals import offsets
-from talaria_replay.sim.clients import Agent
+from talaria_replay.sim.clients import REFUSED_S, Agent
 from talaria_replay.sim.device import ProfiledDevice, kv_capacity_tokens
 from talaria_replay.sim.events import EventHeap, VirtualClock
 from talaria_replay.sim.laws import CallLaws, LawError
@@ -31,6 +31,8 @@ KIND = "talaria-simulation-2"
 START = 1000.0
 WARM_S = 2.0
 """Before the first session: the parts get to know each other; not in any figure."""
+SLACK_S = 300.0
+"""A refused call is made again when the server said, which may be so long after its time is over."""
 Instances = Sequence[tuple[InstanceSettings, ProfiledDevice, SlotConfig]]
 
 
@@ -168,7 +170,7 @@ class _Run:
         )
         self._running = 0
         self._all_begun = False
-        self.laws = CallLaws()
+        self.laws = CallLaws(REFUSED_S + scenario.deadline_s + SLACK_S)
         self.read = TraceTally()
         self.tally = Tally()
         self.records: list[CallRecord] = []

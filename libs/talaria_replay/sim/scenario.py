@@ -69,6 +69,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         stagger_s, concurrent: as in `talaria replay`.
         sessions_per_s, bursts: starts as a Poisson process instead.
         detail: False: the result holds figures only, no calls, slots and switches; for millions of calls.
+        deadline_s: of each call; one that is not answered by then fails.
         hop_ms: one message on the bus; assumed.
         tokenize_ms_per_ktoken: at the instance; assumed.
     """
@@ -103,7 +104,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sessions_per_s: Positive | None = None
     bursts: Bursts | None = None
     detail: bool = True
-    deadline_s: Positive = 86_400.0
+    deadline_s: Positive = 14_400.0
     hop_ms: Amount = 0.5
     tokenize_ms_per_ktoken: Amount = 0.7
     seed: int = 0
