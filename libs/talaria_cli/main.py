@@ -270,6 +270,9 @@ def simulate(  # noqa: PLR0917 - typer makes each argument an option
     detail: Annotated[bool, typer.Option(help="Keep every call, slot and switch in the result.")] = True,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The whole result (JSON).")] = None,
+    keep: Annotated[
+        Path | None, typer.Option("--keep", help="Folder of results: a stopped --capacity goes on from there.")
+    ] = None,
     as_json: Json = False,
     show: Annotated[bool, typer.Option("--list", help="Name the shipped profiles and shapes.")] = False,
 ) -> None:
@@ -297,6 +300,7 @@ def simulate(  # noqa: PLR0917 - typer makes each argument an option
         CatalogOptions(catalog, zipf, per_instance),
         capacity,
         most,
+        keep,
     )
     raise SystemExit(run_simulate(options))
 

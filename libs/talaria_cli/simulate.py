@@ -25,6 +25,7 @@ from talaria_replay.sim.capacity import Capacity, search
 from talaria_replay.sim.laws import LawError
 from talaria_replay.sim.run import SimResult, capacity_table, encode, simulate_sessions
 from talaria_replay.sim.scenario import Group, Scenario, ScenarioError
+from talaria_replay.sim.store import ResultStore
 from talaria_replay.trace import Call
 
 SHAPE_SESSIONS = 30
@@ -57,6 +58,8 @@ class SimulateOptions:
     capacity_s: float | None = None
     """The capacity question's bound on p95 SCT; None: it is not asked."""
     most_instances: int = 64
+    keep: Path | None = None
+    """Folder of whole results, from which a stopped command goes on."""
 
 
 def parse_bursts(text: str | None) -> Bursts | None:
@@ -168,7 +171,11 @@ def load_trace(options: SimulateOptions, scenario: Scenario, of: catalog.Catalog
 
 def _simulated(options: SimulateOptions, scenario: Scenario, of: catalog.Catalog | None) -> SimResult:
     sessions, generated, cut = load_trace(options, scenario, of)
-    result = simulate_sessions(scenario, sessions, generated=generated)
+    if options.keep is None:
+        result = simulate_sessions(scenario, sessions, generated=generated)
+    else:
+        calls = [call for session in sessions for call in session]
+        result = ResultStore(options.keep).simulate(scenario, calls, generated=generated)
     return msgspec.structs.replace(result, notes=[*result.notes, cut]) if cut else result
 
 

@@ -182,6 +182,29 @@ class TestCapacity:
         assert answer["simulated"] is True
         assert json.loads((tmp_path / "r.json").read_text())["summary"]["sct_s"]["p95"] <= 1000
 
+    def test_a_stopped_one_goes_on_with_what_was_kept(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = SimulateOptions(
+            "paper", ["paper-tp4"], list(SMALL), [], 6, 3, {"calibration": "roofline", "admission": False}, None, True,
+            capacity_s=0.001, most_instances=4, keep=tmp_path,
+        )  # fmt: skip
+        counts = []
+
+        def stops_at_four(scenario: Scenario, *args: Any, **kwargs: Any) -> SimResult:
+            counts.append(scenario.groups[0].count)
+            if counts == [1, 2, 4]:
+                raise KeyboardInterrupt
+            return simulate(scenario, *args, **kwargs)
+
+        monkeypatch.setattr(store, "simulate", stops_at_four)
+        with pytest.raises(KeyboardInterrupt):
+            run_simulate(options)
+        for _ in range(2):
+            assert run_simulate(options) == 1
+            assert [t["instances"] for t in json.loads(capsys.readouterr().out)["tried"]] == [1, 2, 4]
+        assert counts == [1, 2, 4, 4], "what was whole was not simulated again"
+
 
 class TestCatalog:
     @given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 6), st.floats(0, 2))
