@@ -39,8 +39,9 @@ _INTRODUCTION = f"""\
 One file, `talaria.toml`; `talaria config check` names every mistake. What is left out has the default below. Each key
 can be overridden by a variable: `{ENV_PREFIX}` and the path, parts joined by `{NESTING}`, in capitals, with `_` for
 what is no letter or digit (`TALARIA_ROUTER__TAU_S=2`, `TALARIA_INSTANCES__COLD_0__KV_TOKENS=8192`; an instance is
-named by its id or position). Values are read as TOML, else as text. Three variables stand alone: `TALARIA_CONFIG`
-(which file), `TALARIA_CACHE` (where models are kept), `TALARIA_LOG` (level, format or both, as `debug,json`)."""
+named by its id or position). Values are read as TOML, else as text. Four variables stand alone: `TALARIA_CONFIG`
+(which file), `TALARIA_CACHE` (where models are kept), `TALARIA_LOG` (level, format or both, as `debug,json`),
+`TALARIA_TRACES` (where tests and benchmarks find real traces)."""
 
 
 class Key(NamedTuple):

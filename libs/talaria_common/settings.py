@@ -17,8 +17,8 @@ from talaria_common.ids import check_model_name, check_name
 ENV_PREFIX = "TALARIA_"
 NESTING = "__"
 DEFAULT_FILE = "talaria.toml"
-_RESERVED_ENV = {"TALARIA_CONFIG", "TALARIA_CACHE", "TALARIA_LOG"}
-"""Read elsewhere: which file, where models are cached, how to log."""
+_RESERVED_ENV = {"TALARIA_CONFIG", "TALARIA_CACHE", "TALARIA_LOG", "TALARIA_TRACES"}
+"""Read elsewhere: which file, where models are cached, how to log, where tests and benchmarks find real traces."""
 
 _TEXT = {"user", "password", "tap_password", "sha256"}
 """Never read as TOML: a password of digits is no number."""

@@ -109,7 +109,7 @@ def test_a_variable_overrides_its_key(variable: str, text: str, path: str, value
 
 
 def test_variables_of_others_are_left_alone():
-    env = {"PATH": "/bin", "TALARIA_CONFIG": "x", "TALARIA_CACHE": "y", "TALARIA_LOG": "debug"}
+    env = {"PATH": "/bin", "TALARIA_CONFIG": "x", "TALARIA_CACHE": "y", "TALARIA_LOG": "debug", "TALARIA_TRACES": "z"}
     assert parse(overlay(base(), env)) == parse(base())
 
 
