@@ -14,6 +14,7 @@ import msgspec
 from bench.compare.workload import text
 from talaria_replay import trace
 from talaria_replay.live.client import Answer, Client
+from talaria_replay.live.run import IDLE_S
 from talaria_replay.live.prompts import digest
 from talaria_replay.measure import CallRecord
 from talaria_replay.trace import Call
@@ -69,7 +70,7 @@ async def replay(calls: Sequence[Call], urls: Mapping[str, str], pace: Pace) -> 
 async def _clients(urls: Mapping[str, str]) -> AsyncIterator[dict[str, Client]]:
     async with AsyncExitStack() as stack:
         clients: dict[str, Client] = {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
         for model, url in urls.items():
             http = httpx.AsyncClient(base_url=url, limits=limits, timeout=httpx.Timeout(None, connect=10.0))
             await stack.enter_async_context(http)
@@ -128,6 +129,7 @@ class _Loop:
             prompt_tokens=answer.prompt_tokens,
             completion_tokens=answer.completion_tokens,
             cached_tokens=answer.cached_tokens,
+            cache_reported=answer.cache_reported,
             wanted_prompt_tokens=call.prompt_tokens,
             wanted_completion_tokens=call.completion_tokens,
             cache_source=answer.cache_source,
