@@ -14,8 +14,8 @@ import msgspec
 from bench.compare.workload import text
 from talaria_replay import trace
 from talaria_replay.live.client import Answer, Client
-from talaria_replay.live.run import IDLE_S
 from talaria_replay.live.prompts import digest
+from talaria_replay.live.run import IDLE_S
 from talaria_replay.measure import CallRecord
 from talaria_replay.trace import Call
 
