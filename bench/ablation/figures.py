@@ -27,6 +27,13 @@ def values(replay: Replay) -> dict[str, tuple[float, str]]:
                 out[f"{name}_p{percent}_s"] = (nearest_rank(of, percent), "s")
     out["cached_share"] = (sum(r.cached_tokens for r in records) / prompt, "of prompt tokens")
     out["scheduler_share"] = (replay.scheduler_s / max(1e-9, replay.engine_s), "of step time")
+    if replay.work:
+        work = replay.work.values()
+        out["prefill_steps"] = (sum(w.prefills for w in work), "steps")
+        out["decode_steps"] = (sum(sum(w.decodes.values()) for w in work), "steps")
+        out["computed_tokens"] = (sum(w.new_tokens for w in work), "tokens")
+        steps_ms = sum(w.prefill_ms + sum(w.decode_ms.values()) for w in work)
+        out["steps_s"] = (steps_ms / 1000, "s")
     slots = replay.slots
     wall = sum(s["wall_ms"] for s in slots)
     if not slots or not wall:
@@ -59,6 +66,10 @@ RATIOS = (
     "return_ttft_p95_s",
     "wall_s",
     "thread_s",
+    "prefill_steps",
+    "decode_steps",
+    "computed_tokens",
+    "steps_s",
 )
 
 
