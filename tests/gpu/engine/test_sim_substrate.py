@@ -17,6 +17,7 @@ from talaria_gpu.engine.ipc import SlotEnded, Stepped, Switched
 from talaria_gpu.engine.sim.device import ModelSpec, Part, Phases, Substrate
 from talaria_gpu.engine.sim.engine import SimEngine
 from talaria_gpu.engine.sim.links import Link
+from talaria_gpu.engine.sim.pool import SimCall, SimPool
 from talaria_gpu.engine.sim.tokens import expected_tokens
 from talaria_gpu.sched.ablation import Ablation
 from talaria_gpu.sched.config import SlotConfig
@@ -190,6 +191,44 @@ class TestHostKv:
             assert rig.steps[rid][-1].recomputed_tokens == 0
         parked = next(t for t in rig.switches if t.suspended)
         assert parked.phases_ms[0] > 2.0 + 900 * KV / 100e3  # D2H of at least the smaller call's rows
+
+    def test_a_call_waits_where_a_prefix_on_its_way_has_the_last_rows(self) -> None:
+        """It runs alone, and there is nobody whose rows it could have: the prefix has to arrive first."""
+        rig = Rig(
+            substrate(h2d_bytes_per_s=0.1e6, staging=False, buffer_bytes=WEIGHTS + 1024 * KV), 1024,
+            SlotConfig(60_000.0, 0.0, suspends=True),
+        )  # fmt: skip
+        prompt = [5] * 500
+        rig.submit("first", prompt, session="s")
+        rig.rest()
+        rig.submit("other", [6], model="b", new=1)
+        rig.rest()
+        rig.submit("long", [7] * 300, new=700)
+        rig.rest(rig.clock.now() + 0.5)
+        rig.submit("return", follow(prompt), session="s")
+        rig.rest()  # no more rows than there are, after each turn
+        assert rig.steps["return"][0].cached_tokens == 496
+        assert rig.steps["return"][0].cache_source == "host"
+        assert rig.tokens("long") == expected_tokens([7] * 300, 700)
+        assert rig.steps["long"][-1].recomputed_tokens == 0
+
+    def test_half_a_prompt_gives_its_rows_to_the_last_call_that_runs(self) -> None:
+        pool = SimPool(1000, PAGE, 8)
+        for rid, prompt, new in (("runs", [1] * 300, 400), ("half", [2] * 600, 100)):
+            sampling = Sampling(max_new_tokens=new)
+            pool.waiting[rid] = SimCall.of(
+                EngineCall(rid=rid, model="a", input_ids=prompt, sampling=sampling), pool.code
+            )
+            (share,) = pool.admit(None, 0.0, 320)
+            pool.prefilled(share.call, share.upto, 0.0)
+        assert pool.half is not None
+        for _ in range(100):
+            assert [call.call.rid for call in pool.grow()] == ["runs"]
+            assert pool.half is not None
+        assert (pool.available, pool.used) == (0, 1000)
+        assert [call.call.rid for call in pool.grow()] == ["runs"]
+        assert (pool.half, list(pool.waiting)) == (None, ["half"])
+        assert pool.used <= 1000
 
     def test_without_host_memory_for_them_they_are_retracted(self) -> None:
         rig = Rig(substrate(host_bytes=400_000), config=SlotConfig(50.0, 20.0, suspends=True))

@@ -359,6 +359,14 @@ class SimEngine:
         # Decode follows the batch before without a gap, as on a device: a caller that came a little late to fetch
         # that one must not make the stream slower than its pace. In virtual time nobody is late.
         calls = tuple(pool.grow())
+        if not calls:
+            due = self._kept.all_over() if self._kept is not None else now
+            if due > now:
+                return Flight("copy", now, due, (due - now) * 1000)
+            pool.release()
+            calls = tuple(pool.grow())
+            if not calls:
+                raise EngineError(f"{self._active}: nobody but its only call holds rows, and it finds none")
         context = sum(call.length for call in calls)
         late_ms = (now - self._free_at) * 1000
         step_ms = self._device.decode_ms(self._active or "", len(calls), context, 1)

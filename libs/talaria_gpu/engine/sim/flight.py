@@ -14,7 +14,7 @@ class Flight:
     """A batch under way. Times in seconds of the engine's clock."""
 
     kind: Literal["prefill", "decode", "copy"]
-    """copy: it waits for prefixes from host, as there is nothing else to run."""
+    """copy: it waits for prefixes from host, as there is nothing else to run, or no row to run it with."""
     start: float
     due: float
     wall_ms: float

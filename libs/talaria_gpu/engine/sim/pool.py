@@ -309,9 +309,17 @@ class SimPool:
     # --- decode
 
     def grow(self) -> list[SimCall]:
-        """Rows for one decode of all running calls; retracts the youngest ones that find none. Returns the batch."""
-        while len(self.running) > 1 and len(self.running) > self.available:
-            self._retract([next(reversed(self.running))])
+        """Rows for one decode of all running calls; retracts the youngest ones that find none. Returns the batch.
+
+        Half a prompt goes before the last call. None: not even that finds a row, for copies have them.
+        """
+        while len(self.running) > self.available:
+            if len(self.running) > 1:
+                self._retract([next(reversed(self.running))])
+            elif self.half is not None:
+                self._give_up_half()
+            else:
+                return []
         batch = list(self.running.values())
         self._take_all(batch, 1)
         return batch
@@ -358,9 +366,7 @@ class SimPool:
         """A switch away that keeps no rows: retract all, flush the cache. Returns how many were retracted."""
         count = self.holding
         self._retract(list(self.running))
-        if self.half is not None:
-            self._unpin(self.half)
-            self.half = None
+        self._give_up_half()
         self.cache.flush()
         self._sessions = dict.fromkeys(self._sessions) if keep_sessions else {}
         return count
@@ -416,6 +422,11 @@ class SimPool:
             self.cache.unlock(call.node)
             call.node = None
         self._give(call, call.own)
+
+    def _give_up_half(self) -> None:
+        if self.half is not None:
+            self._unpin(self.half)
+            self.half = None
 
     def _release(self, call: SimCall) -> None:
         del self.running[call.call.rid]
