@@ -15,6 +15,7 @@ from talaria_replay.report import spec
 from talaria_replay.sim.profiles import model
 from talaria_replay.sim.run import simulate
 from talaria_replay.sim.scenario import Group, Scenario, ScenarioError
+from talaria_replay.trace import Call, write
 
 SCENARIO = """
 [scenarios.s]
@@ -51,6 +52,11 @@ def experiment(text: str, scenario: str = "") -> str:
         (experiment('kind = "catalog"\nshape = "square"\n' + CATALOG), "no shape 'square': there are paper"),
         (experiment('kind = "catalog"\ninstances = 3\n' + CATALOG), "experiment 'e': 3 instances of 2 models have no"),
         (experiment('kind = "catalog"\n' + CATALOG.replace("8", "0")), "catalog.size: expected `int` >= 1"),
+        (
+            experiment('kind = "catalog"\ninstances = 4\n' + CATALOG.replace('["qwen3-32b"]', '["q"]')),
+            "no models profile 'q'",
+        ),
+        (experiment('kind = "sweep"').replace('"qwen2.5-32b"', '"q"'), "experiment 'e': no models profile 'q'"),
         (experiment('kind = "catalog"'), "expected a table `catalog`"),
         (experiment('kind = "tau"\npaper = { "0.0" = 3 }'), "paper: expected numbers, 2 keys deep"),
         (experiment('kind = "tau"\ntaus = [-1]'), r"taus\[0\]: expected `float` >= 0"),
@@ -225,3 +231,10 @@ def test_models_stand_after_the_first_colon(spec: str, hardware: str, count: int
 
 def test_a_shipped_model_is_still_one() -> None:
     assert model("qwen3-32b:7").kv_heads == 8
+
+
+def test_a_trace_without_a_session_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = [Call(session="s", call=0, model="m", prompt_tokens=500_000, completion_tokens=1)]
+    write(tmp_path / "t.jsonl", long)
+    assert run_report(ReportOptions("beyond", tmp_path, tmp_path / "t.jsonl", ["cost"], 1, 0)) == 2
+    assert "no session of the trace stays within 190000 tokens" in capsys.readouterr().err

@@ -97,7 +97,10 @@ class Runner:
             return workload.generated(models, seed=self._seed, max_context_tokens=limit, issues=self._issues)
         made = workload.from_trace(self._calls, models, issues=self._issues)
         long = {c.session for c in made if c.prompt_tokens + c.completion_tokens > limit}
-        return [c for c in made if c.session not in long]
+        calls = [c for c in made if c.session not in long]
+        if not calls:
+            raise ScenarioError(f"no session of the trace stays within {limit} tokens")
+        return calls
 
     def _simulate(self, name: str, scenario: Scenario, calls: Sequence[Call], *, source: str = "") -> SimResult | str:
         """The result, or why there is none. `source`: how the calls were made, if not as the workload."""

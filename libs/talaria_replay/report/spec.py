@@ -147,18 +147,34 @@ def _check(e: Experiment, scenarios: Mapping[str, Scenario], starts: Mapping[str
         raise SpecError(f"no start {unknown[0]!r}: there are {', '.join(['all at once', *starts])}")
     if e.shape not in SHAPES:
         raise SpecError(f"no shape {e.shape!r}: there are {', '.join(SHAPES)}")
+    if e.kind == "catalog" and e.catalog is None:
+        raise SpecError("expected a table `catalog`")
+    _check_catalog(e)
+    _check_changes(e, scenarios[e.scenario])
+
+
+def _check_catalog(e: Experiment) -> None:
+    if e.catalog is None:
+        return
+    profiles.hardware(e.catalog.hardware)
+    for name in e.catalog.base:
+        profiles.model(name)
     if e.kind == "catalog":
-        if e.catalog is None:
-            raise SpecError("expected a table `catalog`")
         e.catalog.groups(e.instances)
+
+
+def _check_changes(e: Experiment, scenario: Scenario) -> None:
+    """The scenario, and all that is made of it."""
     changes: dict[str, dict[str, Any]] = {"": {}}
     changes |= {f"changes.{name}": change for name, change in e.changes.items()}
     changes |= {f"configurations: {name}": {"ablation": name} for name in e.configurations}
     changes |= {f"policies: {name}": {"policy": name} for name in e.policies}
     for where, change in changes.items():
-        changed = made(Scenario, msgspec.to_builtins(scenarios[e.scenario]) | change, SpecError, where)
+        changed = made(Scenario, msgspec.to_builtins(scenario) | change, SpecError, where)
         for group in changed.groups:
             profiles.changed(profiles.hardware(group.hardware), changed.hardware)
+            for name in group.models:
+                profiles.model(name)
 
 
 def _is_paper(values: Any, depth: int) -> bool:
