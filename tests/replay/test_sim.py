@@ -477,6 +477,13 @@ class TestProfiles:
         mean = sum(sum(device.switch_ms("x", m)) for m in BIG) / 3
         assert mean == pytest.approx(1520, rel=0.15)  # 5.6: H2D-only mean, from size and link, not fitted
 
+    def test_a_short_prompt_beside_the_last_chunk_of_a_long_one_pays_for_itself(self) -> None:
+        t = times(profiles.model("qwen3-235b"), profiles.hardware("paper-tp8"), "paper")
+        last, short, other = Part(0, 24_576, 424), Part(5000, 0, 500), Part(0, 0, 700)
+        together = t.prefill_ms([last, short, other])
+        assert together == pytest.approx(t.prefill_ms([last]) + t.prefill_ms([short, other]))
+        assert t.prefill_ms([short]) < t.prefill_ms([short, other]) < t.prefill_ms([short]) + t.prefill_ms([other])
+
     def test_mistakes_are_named(self, tmp_path: Path) -> None:
         with pytest.raises(profiles.ProfileError, match="no hardware profile 'x': there are b200-8"):
             profiles.hardware("x")
@@ -541,6 +548,8 @@ def test_a_call_that_is_refused_for_ever_fails() -> None:
     assert failed.done_s - failed.intended_s == pytest.approx(REFUSED_S, rel=0.05)
     assert failed.cached_tokens == 0
     assert result.summary["failed_calls"] == result.summary["failed_sessions"] == 1
+    per_answered = 8 * result.summary["window_s"] / 2
+    assert result.summary["gpu_s_per_session"] == pytest.approx(per_answered, abs=0.01)
     assert "1 calls failed, and with each the rest of its session; first call" in result.notes[-1]
 
 

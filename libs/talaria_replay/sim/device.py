@@ -27,8 +27,8 @@ GIB = float(1 << 30)
 class Times:
     """One model's curves on one device, ms.
 
-    prefill = fixed + per_token·Σnew + per_pair·Σ(new·cached + new²/2), or with `power`, fixed·(Σnew)^power, where the
-    steps of one prompt together cost what it would cost at once;
+    prefill = fixed + per_token·Σnew + per_pair·Σ(new·cached + new²/2), or with `power`, fixed·(Σnew)^power of what
+    begins in the step, and the curve's rise for a prompt that goes on: its steps cost what it would cost at once;
     decode step = fixed + per_call·batch + per_context·Σcontext, or with `decode_batches`, what lies between the next
     smaller and the next larger batch, + per_context·Σcontext.
     """
@@ -46,11 +46,12 @@ class Times:
 
     def prefill_ms(self, parts: Sequence[Part]) -> float:
         """One step."""
-        new = sum(p.todo for p in parts)
         if self.prefill_power:
-            done = sum(p.done for p in parts)
-            before = self.prefill_fixed * done**self.prefill_power if done else 0.0
-            return self.prefill_fixed * float(max(1, done + new) ** self.prefill_power) - before
+            power = self.prefill_power
+            begin: float = sum(p.todo for p in parts if not p.done) ** power
+            go_on: float = sum((p.done + p.todo) ** power - p.done**power for p in parts if p.done)
+            return self.prefill_fixed * (begin + go_on)
+        new = sum(p.todo for p in parts)
         pairs = sum(p.todo * (p.cached + p.done + p.todo / 2) for p in parts)
         return self.prefill_fixed + self.prefill_token * new + self.prefill_pair * pairs
 

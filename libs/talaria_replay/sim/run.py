@@ -302,6 +302,7 @@ def _summary(mesh: SimMesh, run: _Run, slots: SlotTally, window_s: float) -> dic
     placed = sum(counts.routed.values())
     gpus = sum(i.gpus for i in mesh.instances.values())
     figures = run.tally.summary()
+    answered = figures["sessions"] - figures["failed_sessions"]
     peaks: dict[str, float] = {}
     for i in mesh.instances.values():
         for name, peak in i.laws.kv_peak.items():
@@ -316,7 +317,7 @@ def _summary(mesh: SimMesh, run: _Run, slots: SlotTally, window_s: float) -> dic
         | {
             "window_s": round(window_s, 4),
             "gpus": gpus,
-            "gpu_s_per_session": round(gpus * window_s / figures["sessions"], 2) if figures["sessions"] else 0.0,
+            "gpu_s_per_session": round(gpus * window_s / answered, 2) if answered else 0.0,
             "recomputed_share": run.tally.recomputed_share,
             "leases": {
                 "installed": books.installed,
