@@ -20,6 +20,7 @@ from talaria_gpu.engine.contract import SwitchTiming
 from talaria_gpu.engine.ipc import SlotEnded
 from talaria_gpu.engine.sim import SimEngine
 from talaria_gpu.engine.sim.device import Part
+from talaria_gpu.engine.sim.pool import SimPool
 from talaria_gpu.hkvr.registry import Registry
 from talaria_gpu.sched import admission
 from talaria_gpu.sched.config import SlotConfig
@@ -561,6 +562,12 @@ def test_a_call_that_is_queued_for_ever_fails() -> None:
     (failed,) = [r for r in result.calls if r.error]
     assert failed.done_s - failed.intended_s == pytest.approx(1000.0, abs=5.0)
     assert "deadline" in failed.error
+
+
+def test_an_engine_that_finds_a_leak_gives_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimPool, "check", lambda _: "3 rows have no call")
+    with pytest.raises(LawError, match=r"a bug, .*: 3 rows have no call"):
+        simulate(TWO, trace_of(SMALL, 2, 1))
 
 
 def test_a_broken_law_is_said_and_no_result_given(

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
+from talaria_common.errors import EngineError
 from talaria_common.settings import InstanceSettings
 from talaria_gpu.sched.ablation import Ablation
 from talaria_gpu.sched.config import SlotConfig
@@ -139,6 +140,8 @@ def simulate_sessions(scenario: Scenario, sessions: Iterable[Sequence[Call]], *,
         closed = heap.clock.now()
         settled = closed + max(2.0, 3 * scenario.heartbeat_s)
         heap.run(lambda: heap.clock.now() > settled)  # what is on its way arrives
+    except EngineError as e:  # as the end of an engine process would be
+        raise LawError(str(e)) from e
     finally:
         if collects:
             gc.enable()

@@ -19,6 +19,7 @@ class SimCatalog:
         self.specs = {name: device.spec(name) for name in instance.models}
         self._closed: set[str] = set() if instance.open is None else {*instance.models} - {*instance.open}
         self._opening: dict[str, float] = {}
+        """When the files of each will have been read: to the end, as SGLang's catalog does it, whatever is closed."""
 
     def models(self) -> dict[str, ModelInfo]:
         """The open ones by name."""
