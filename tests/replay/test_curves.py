@@ -40,12 +40,15 @@ decode_step_ms = { "b1@1000" = 7.0, "b2@1000" = 12.0, "b3@1000" = 18.0, "b8@1000
 """
 
 
+def curves(folder: Path, model: str) -> Times:
+    (folder / "mine.toml").write_text(HARDWARE)
+    (folder / "m.toml").write_text(model)
+    return times(profiles.model(str(folder / "m.toml")), profiles.hardware(str(folder / "mine.toml")), "measured")
+
+
 @pytest.fixture
 def measured(tmp_path: Path) -> Times:
-    hardware, model = tmp_path / "mine.toml", tmp_path / "m.toml"
-    hardware.write_text(HARDWARE)
-    model.write_text(MODEL)
-    return times(profiles.model(str(model)), profiles.hardware(str(hardware)), "measured")
+    return curves(tmp_path, MODEL)
 
 
 @pytest.mark.parametrize(("batch", "ms"), [(1, 7.0), (2, 12.0), (3, 18.0), (8, 15.0), (12, 19.0)])
@@ -62,3 +65,18 @@ def test_between_and_beyond_them_it_is_linear(measured: Times):
 def test_contexts_grow_over_many_iterations(measured: Times):
     one_by_one = sum(measured.decode_ms(2, 2000 + 2 * n, 1) for n in range(50))
     assert measured.decode_ms(2, 2000, 50) == pytest.approx(one_by_one)
+
+
+def test_one_context_for_each_batch_still_tells_what_context_costs(tmp_path: Path):
+    points = '{ "b1@1000" = 6.0, "b2@8000" = 22.0, "b4@2000" = 12.0 }'  # 4 + 1 a call + 0.001 a token, nearly
+    of = curves(tmp_path, MODEL[: MODEL.index("decode_step_ms")] + f"decode_step_ms = {points}\n")
+    assert of.decode_context == pytest.approx(0.001, rel=0.15)
+    assert of.decode_ms(2, 16_000, 1) == pytest.approx(22.0, rel=1e-3)
+    assert of.decode_ms(2, 80_000, 1) > 3 * 22.0
+
+
+def test_two_contexts_of_a_batch_tell_it_by_themselves(tmp_path: Path):
+    points = '{ "b1@1000" = 7.0, "b4@1000" = 12.0, "b4@4000" = 24.0 }'
+    of = curves(tmp_path, MODEL[: MODEL.index("decode_step_ms")] + f"decode_step_ms = {points}\n")
+    assert of.decode_context == pytest.approx(0.001, rel=1e-3)
+    assert of.decode_ms(4, 10_000, 1) == pytest.approx(18.0, rel=1e-3)

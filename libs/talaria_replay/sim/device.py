@@ -97,6 +97,9 @@ def _by_batch(points: Points) -> tuple[tuple[tuple[int, float], ...], float]:
     """Measured decode steps: (calls, ms without context) of each batch, and ms per token of context."""
     rows = parse_decode(points)
     sizes = sorted({batch for batch, _, _ in rows})
+    if len(sizes) == len(rows):  # one context for each: only together they tell what a token of context costs
+        _, _, slope = fit([((1.0, batch, context), ms) for batch, context, ms in rows])
+        return tuple((batch, max(0.0, ms - slope * context)) for batch, context, ms in sorted(rows)), slope
     *at, slope = fit([((*(float(batch == size) for size in sizes), float(context)), ms) for batch, context, ms in rows])
     return tuple(zip(sizes, at, strict=True)), slope
 
