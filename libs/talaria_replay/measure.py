@@ -30,7 +30,7 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     cache_reported: bool = True
-    """False: the server does not tell how much was cached, and `cached_tokens` 0 means nothing."""
+    """False: the server did not tell how much was cached: nothing, if it tells of other calls."""
     wanted_prompt_tokens: int = 0
     wanted_completion_tokens: int = 0
     cache_source: str = ""
@@ -81,7 +81,7 @@ class Tally:
         self._values: dict[str, array[float]] = {name: array("d") for name in _DISTRIBUTIONS}
         self._counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
         self._returns = self._same = self._return_cached = self._return_prompt = 0
-        self._cached = self._told = self._untold = 0
+        self._cached = self._told = 0
         self._end = 0.0
 
     def add(self, session: Sequence[CallRecord]) -> None:
@@ -102,11 +102,8 @@ class Tally:
             counts["prompt_tokens"] += r.prompt_tokens
             counts["completion_tokens"] += r.completion_tokens
             counts["short_answers"] += r.completion_tokens < r.wanted_completion_tokens
-            if r.cache_reported:
-                self._cached += r.cached_tokens
-                self._told += r.prompt_tokens
-            else:
-                self._untold += 1
+            self._cached += r.cached_tokens
+            self._told += r.cache_reported
         counts["calls"] += len(session)
         counts["failed_calls"] += len(session) - len(good)
         counts["retries"] += sum(r.retries for r in session)
@@ -131,12 +128,15 @@ class Tally:
         return round(1 - self._return_cached / self._return_prompt, 4) if self._return_prompt else 0.0
 
     def summary(self) -> dict[str, Any]:
-        """Times in seconds, rates of 1; None: the server does not tell."""
-        untold = self._untold and not self._told
+        """Times in seconds, rates of 1; None: the server does not tell.
+
+        A server that told of one call's cache and not of another's had nothing for that one: many leave a 0 out.
+        """
+        silent = not self._told and self._counts["calls"] > self._counts["failed_calls"]
         return {
             **{name: percentiles(values) for name, values in self._values.items()},
             **self._counts,
-            "cached_share": None if untold else round(self._cached / max(1, self._told), 4),
+            "cached_share": None if silent else round(self._cached / max(1, self._counts["prompt_tokens"]), 4),
             "same_instance_share": round(self._same / self._returns, 4) if self._returns else None,
             "wall_s": round(self._end, 4),
         }

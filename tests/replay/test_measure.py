@@ -15,11 +15,14 @@ def record(call: int, **fields: Any) -> CallRecord:
     return CallRecord(session="s", call=call, model="m", intended_s=0.0, sent_s=0.0, prompt_tokens=100, **fields)
 
 
-def test_reuse_is_of_the_prompts_whose_cache_the_server_tells() -> None:
+def test_a_server_that_tells_of_one_cache_left_out_a_0_elsewhere() -> None:
     silent = {"cache_reported": False}
     assert summary([record(0, **silent), record(1, **silent)])["cached_share"] is None
     assert summary([record(0), record(1, cached_tokens=50)])["cached_share"] == 0.25
-    assert summary([record(0, **silent), record(1, cached_tokens=50)])["cached_share"] == 0.5
+    assert summary([record(0, **silent), record(1, cached_tokens=50)])["cached_share"] == 0.25
+    assert summary([record(0, **silent), record(1, cached_tokens=0)])["cached_share"] == 0.0
+    assert summary([record(0, **silent), record(1, error="x")])["cached_share"] is None
+    assert summary([record(0, **silent, error="x")])["cached_share"] == 0.0
     assert summary([])["cached_share"] == 0.0
 
 
