@@ -172,7 +172,8 @@ def message_logs(path: Path, *, model: str, count: Count | None = None, texts: b
     """Logs of whole conversations, one per line, OpenAI messages under "messages" or "traj".
 
     Each assistant message is one call whose prompt is everything before it. Token counts are those that the message
-    gives (COUNTS, which are taken out of it), else `count`'s, else one for four characters. A conversation is named by
+    gives (COUNTS, which are taken out of it), else the context of the call before and what `count` says of the messages
+    since; without `count` it is one token for four characters. A conversation is named by
     session, instance_id, task_id and trial, as many as there are; two lines of one name are a mistake.
     """
     measure = count or (lambda text: max(1, round(len(text) / CHARS_PER_TOKEN)))
@@ -220,11 +221,11 @@ def _conversation(
     plain = [{k: v for k, v in message.items() if k not in COUNTS} for message in messages]
     sizes = [measure(_text(m)) for m in plain]
     known = 0  # tokens of the previous prompt and completion
-    number = 0
+    number = since = 0
     for at, message in enumerate(messages):
         if message.get("role") != "assistant" or at == 0:
             continue
-        prompt = max(1, message.get("prompt_tokens") or sum(sizes[:at]))
+        prompt = max(1, message.get("prompt_tokens") or known + sum(sizes[since:at]))
         completion = max(1, message.get("completion_tokens") or sizes[at])
         yield Call(
             session=session,
@@ -235,7 +236,7 @@ def _conversation(
             reusable_tokens=min(known, prompt),
             messages=plain[:at] if texts else None,
         )
-        known = prompt + completion
+        known, since = prompt + completion, at + 1
         number += 1
 
 

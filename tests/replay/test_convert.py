@@ -36,10 +36,17 @@ TURNS = [
 def test_counts_that_a_message_log_has_are_used_and_not_sent(tmp_path: Path) -> None:
     first, second = message_logs(log(tmp_path, {"session": "s", "messages": TURNS}), model="m")
     assert (first.prompt_tokens, first.completion_tokens) == (33, 7)
-    assert (second.prompt_tokens, second.completion_tokens) == (40, 10), "estimated: four characters a token"
+    assert (second.prompt_tokens, second.completion_tokens) == (33 + 7 + 10, 10), "what is new: four characters a token"
     assert second.reusable_tokens == 40
     assert second.messages is not None
     assert [set(m) for m in second.messages] == [{"role", "content"}] * 4
+
+
+def test_a_log_without_counts_has_the_sum_of_its_texts(tmp_path: Path) -> None:
+    plain = [{k: m[k] for k in ("role", "content")} for m in [TURNS[2], *TURNS, TURNS[4]]]
+    calls = list(message_logs(log(tmp_path, {"session": "s", "messages": plain}), model="m"))
+    assert [c.prompt_tokens for c in calls] == [30, 50, 60], "also where it begins with an answer, or two follow"
+    assert [c.reusable_tokens for c in calls] == [0, 40, 60]
 
 
 def test_real_message_logs_have_their_providers_counts(traces: Path) -> None:
