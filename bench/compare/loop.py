@@ -55,7 +55,7 @@ async def warm_up(urls: Mapping[str, str]) -> None:
             for model, client in clients.items():
                 for chars in WARM_CHARS:
                     name = f"warm-{turn}-{model}-{chars}"
-                    answer = await client.call(model, text(chars, name), WARM_TOKENS, name)
+                    answer = await client.call(client.encode(model, text(chars, name), WARM_TOKENS), name)
                     if answer.error:
                         raise RuntimeError(f"warm-up of {model}: {answer.error}")
 
@@ -106,11 +106,12 @@ class _Loop:
     async def _session(self, calls: Sequence[Call]) -> None:
         intended = time.monotonic()
         for call in calls:
+            client, messages = self._clients[call.model], call.messages or []
+            body = await asyncio.to_thread(client.encode, call.model, messages, call.completion_tokens)
             if call.call:
                 intended += min(call.gap_s or 0.0, GAP_CAP_S) * self._pace.scale
                 await asyncio.sleep(max(0.0, intended - time.monotonic()))
-            messages = call.messages or []
-            answer = await self._clients[call.model].call(call.model, messages, call.completion_tokens, call.session)
+            answer = await client.call(body, call.session)
             if answer.error:
                 raise RuntimeError(f"{call.session} call {call.call}: {answer.error}")
             self._records.append(self._record(call, answer, intended, digest(messages)))

@@ -72,6 +72,8 @@ def run_replay(options: ReplayOptions) -> int:
         with progress:
             results = asyncio.run(_until_stopped(replay))
     except (ReplayError, OSError, BaseExceptionGroup) as e:
+        if replay.results.summary:  # complete, and only the file is missing
+            show(replay.results, as_json=options.as_json)
         for line in dict.fromkeys(map(_says, _leaves(e))):
             print(f"talaria replay: {line}", file=sys.stderr)
         return 2
@@ -106,13 +108,14 @@ def _says(e: BaseException) -> str:
 
 
 async def _until_stopped(replay: Replay) -> Results | None:
+    """None: stopped before the end. A signal that comes while the whole of it is written changes nothing."""
     task = asyncio.ensure_future(replay.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         return await task
-    return None
+    return replay.results if replay.results.summary else None
 
 
 class _Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -13,6 +14,11 @@ import msgspec
 
 RETRY_STATUS = frozenset({429, 503})
 MAX_RETRY_WAIT_S = 60.0
+DRAIN_S = 0.5
+"""How long an answered call waits for the end of its response, which leaves the connection for the next call."""
+BAD_ENDS = frozenset({"abort", "error"})
+"""A finish_reason that is none: the server gave the call up."""
+CLOSED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 
 
 @dataclass(slots=True)
@@ -30,10 +36,11 @@ class Answer:
     route: str = ""
     request_id: str = ""
     sent: float = 0.0
-    """When the request that was answered went out; earlier refused ones are in `retries`."""
+    """When the request that was answered went out; earlier ones, refused or lost, are in `retries`."""
     first: float = 0.0
     """First token."""
     done: float = 0.0
+    """Its last event, or the failure."""
     retries: int = 0
     error: str = ""
 
@@ -96,31 +103,8 @@ class Client:
         self._deadline_s = deadline_s
         self._now = now
 
-    async def call(self, model: str, messages: list[dict[str, Any]], max_tokens: int, session: str) -> Answer:
-        """Make the call, again after 429 and 503 as the server asks, as OpenAI's SDK does. Errors are in the answer."""
-        answer = Answer()
-        deadline = self._now() + self._deadline_s
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                while True:
-                    wait = await self._once(answer, self._body(model, messages, max_tokens), session)
-                    if wait is None:
-                        break
-                    if self._now() + wait >= deadline:
-                        answer.done = self._now()
-                        return answer
-                    answer.retries += 1
-                    await asyncio.sleep(wait)
-        except TimeoutError:
-            answer.error = f"no end after {self._deadline_s:g} s"
-        except (httpx.HTTPError, CallError, ValueError) as e:
-            answer.error = str(e) or type(e).__name__
-        else:
-            answer.error = ""
-        answer.done = self._now()
-        return answer
-
-    def _body(self, model: str, messages: list[dict[str, Any]], max_tokens: int) -> bytes:
+    def encode(self, model: str, messages: list[dict[str, Any]], max_tokens: int) -> bytes:
+        """The body of a call. A long one takes ms: before the call is due, and in a thread."""
         body: dict[str, Any] = {
             "model": model,
             "messages": messages,
@@ -133,49 +117,99 @@ class Client:
             body["ignore_eos"] = True
         return json.dumps(body).encode()
 
+    async def call(self, body: bytes, session: str) -> Answer:
+        """Make the call, again after 429 and 503 as the server asks, as OpenAI's SDK does. Errors are in the answer.
+
+        It is made again at once where the server closed a connection that it had kept before it answered anything: that
+        is how a server ends idle connections, and the request may have crossed with it.
+        """
+        answer = Answer()
+        deadline = self._now() + self._deadline_s
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while True:
+                    wait = await self._once(answer, body, session)
+                    if wait is None:
+                        break
+                    if self._now() + wait >= deadline:
+                        answer.done = self._now()
+                        return answer
+                    answer.retries += 1
+                    await asyncio.sleep(wait)
+        except TimeoutError:
+            if not answer.done:
+                answer.error = f"no end after {self._deadline_s:g} s"
+        except (httpx.HTTPError, CallError, ValueError) as e:
+            answer.error = str(e) or type(e).__name__
+        else:
+            answer.error = ""
+        answer.done = answer.done or self._now()
+        return answer
+
     async def _once(self, answer: Answer, body: bytes, session: str) -> float | None:
         """One request. Returns the seconds to wait before another, None when it was answered."""
         headers = {"Content-Type": "application/json"}
         if not self._plain:
             headers["X-Talaria-Session-ID"] = session
+        steps: list[str] = []
+        answered = False
+
+        async def trace(step: str, _: object) -> None:
+            steps.append(step)
+
         answer.sent, answer.first, answer.text = self._now(), 0.0, ""
-        async with self._http.stream("POST", "/v1/chat/completions", content=body, headers=headers) as response:
-            if response.status_code in RETRY_STATUS:
-                answer.error = f"HTTP {response.status_code}: {reason(await response.aread())}"
-                return _retry_after(response.headers.get("retry-after"))
-            if response.status_code != 200:
-                raise CallError(f"HTTP {response.status_code}: {reason(await response.aread())}")
-            answer.instance = response.headers.get("x-talaria-instance", "")
-            answer.route = response.headers.get("x-talaria-route", "")
-            answer.cache_source = response.headers.get("x-talaria-cache", "")
-            answer.request_id = response.headers.get("x-talaria-request", "")
-            await self._read(answer, response)
+        try:
+            async with self._http.stream(
+                "POST", "/v1/chat/completions", content=body, headers=headers, extensions={"trace": trace}
+            ) as response:
+                answered = True
+                if response.status_code in RETRY_STATUS:
+                    answer.error = f"HTTP {response.status_code}: {reason(await response.aread())}"
+                    return _retry_after(response.headers.get("retry-after"))
+                if response.status_code != 200:
+                    raise CallError(f"HTTP {response.status_code}: {reason(await response.aread())}")
+                answer.instance = response.headers.get("x-talaria-instance", "")
+                answer.route = response.headers.get("x-talaria-route", "")
+                answer.cache_source = response.headers.get("x-talaria-cache", "")
+                answer.request_id = response.headers.get("x-talaria-request", "")
+                await self._read(answer, response)
+        except CLOSED as e:
+            if answered or not steps or not steps[0].startswith("http11."):  # else a kept connection: none was made
+                raise
+            answer.error = str(e) or type(e).__name__
+            return 0.0
         return None
 
     async def _read(self, answer: Answer, response: httpx.Response) -> None:
         parts: list[str] = []
         ended = False
         chunks = 0
-        async for data in _events(response):
-            if data == b"[DONE]":
-                ended = True
-                continue  # only a response that was read to its end leaves its connection for the next call
-            chunk = _chunk(data)
-            for choice in chunk.choices or ():
-                delta = choice.delta or _Delta()
-                if (delta.says or choice.finish_reason) and not answer.first:
-                    answer.first = self._now()
-                parts.append(delta.content or "")
-                chunks += delta.says
-                ended = ended or bool(choice.finish_reason)
-            if chunk.usage:
-                _count(answer, chunk.usage)
-        answer.text = "".join(parts)
+        events = _events(response)
+        try:
+            async for data in events:
+                if data == b"[DONE]":
+                    ended = True
+                    break
+                chunk = _chunk(data)
+                for choice in chunk.choices or ():
+                    delta = choice.delta or _Delta()
+                    if (delta.says or choice.finish_reason) and not answer.first:
+                        answer.first = self._now()
+                    parts.append(delta.content or "")
+                    chunks += delta.says
+                    ended = ended or bool(choice.finish_reason)
+                if chunk.usage:
+                    _count(answer, chunk.usage)
+        except CLOSED:
+            if not ended:
+                raise
         if not ended:
             raise CallError("the stream ended without a finish reason")
         if not answer.first:
             raise CallError("the stream ended without a token")
+        answer.text, answer.done = "".join(parts), self._now()
         answer.completion_tokens = answer.completion_tokens or chunks
+        await _drain(events)
 
 
 def _count(answer: Answer, usage: _Usage) -> None:
@@ -193,10 +227,17 @@ async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
     async for data in response.aiter_bytes():
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-    if rest.startswith(b"data:"):
-        yield rest[5:].strip()
+            if line.startswith(b"data:") and (said := line[5:].strip()):
+                yield said
+    if rest.startswith(b"data:") and (said := rest[5:].strip()):
+        yield said
+
+
+async def _drain(events: AsyncIterator[bytes]) -> None:
+    with contextlib.suppress(httpx.HTTPError, TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            async for _ in events:
+                pass
 
 
 def _chunk(data: bytes) -> _Chunk:
@@ -206,6 +247,9 @@ def _chunk(data: bytes) -> _Chunk:
         raise CallError(f"the stream holds what is no chunk: {e}") from e
     if chunk.error:
         raise CallError(f"the stream ended with an error: {reason(data)}")
+    for choice in chunk.choices or ():
+        if choice.finish_reason in BAD_ENDS:
+            raise CallError(f"the stream ended with finish_reason {choice.finish_reason!r}")
     return chunk
 
 

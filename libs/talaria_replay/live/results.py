@@ -19,7 +19,8 @@ import msgspec
 
 from talaria_replay.measure import CallRecord, summary
 
-KIND = "talaria-replay-1"
+KIND = "talaria-replay-2"
+"""Counted up whenever the digests of bodies or the plan change their meaning, so that two kinds are not compared."""
 
 
 class ResultError(ValueError):
@@ -32,7 +33,7 @@ class Results(msgspec.Struct, kw_only=True):
     Attributes:
         plan: what determines the run: trace digest, options, url. A resumed run must have the same.
         runs: how many starts it took; more than one means that contention differed between them.
-        wall_s: the windows of all runs, one after the other.
+        wall_s: the windows of all runs, one after the other, from the first that has sessions here.
         notes: what to know before using the figures.
         summary: empty in a run that was stopped.
     """
@@ -69,12 +70,14 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "results")
         self._last: Future[None] | None = None
 
-    def soon(self, results: Results) -> None:
-        """Write them as they are now. Raises OSError if the version before could not be written."""
+    def soon(self, results: Results) -> BaseException | None:
+        """Write them as they are now. Returns why the version before could not be written, if that is known by now."""
+        failed = None
         if self._last is not None and not self._last.cancel() and self._last.done():
-            self._last.result()
+            failed = self._last.exception()
         version = msgspec.structs.replace(results, calls=list(results.calls))
         self._last = self._thread.submit(write, self._path, version)
+        return failed
 
     def close(self) -> None:
         """Return when the last version is on disk. Raises OSError if it cannot be written."""
@@ -123,7 +126,7 @@ def read(path: Path) -> Results:
     except (OSError, msgspec.DecodeError) as e:
         raise ResultError(f"{path}: {e}") from e
     if found.kind != KIND:
-        raise ResultError(f"{path}: kind {found.kind!r}, expected {KIND!r}")
+        raise ResultError(f"{path}: kind: expected {KIND!r}, got {found.kind!r} (of another version of Talaria)")
     return found
 
 
@@ -143,4 +146,6 @@ def resume(path: Path, plan: dict[str, Any], sizes: dict[str, int]) -> Results:
     found.calls = [r for r in found.calls if r.session in done]
     found.runs += 1
     found.complete, found.summary = False, {}
+    if not found.calls:
+        found.wall_s = 0.0
     return found

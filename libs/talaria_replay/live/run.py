@@ -28,7 +28,7 @@ import msgspec
 from talaria_replay import trace
 from talaria_replay.live import results
 from talaria_replay.live.client import RETRY_STATUS, Answer, Client, reason
-from talaria_replay.live.prompts import Conversation, Message, Rate, digest, words
+from talaria_replay.live.prompts import Conversation, Rate, digest, words
 from talaria_replay.measure import CallRecord
 from talaria_replay.trace import Call
 
@@ -126,18 +126,19 @@ def prepare(calls: Iterable[Call], plan: Plan) -> list[Call]:
 class _Agent:
     """One session's bodies. What it learns of lengths is its own, whatever else is answered when."""
 
-    def __init__(self, calls: Sequence[Call], rates: dict[str, Rate], salt: str) -> None:
+    def __init__(self, calls: Sequence[Call], rates: dict[str, Rate], salt: str, client: Client) -> None:
         self.calls = calls
-        self.first: tuple[list[Message], str] | None = None
+        self.first: tuple[bytes, str] | None = None
         """The first call's body, when it was made ahead."""
+        self._client = client
         self._rates = {model: rates[model].copy() for model in {c.model for c in calls}}
         self._talk = Conversation(self._rates[calls[0].model], salt)
 
-    def body(self, call: Call) -> tuple[list[Message], str]:
-        """The messages of the session's next call, and their digest."""
+    def body(self, call: Call) -> tuple[bytes, str]:
+        """The body of the session's next call, and the digest of its messages."""
         self._talk.rate = self._rates[call.model]
         messages = self._talk.next(call)
-        return messages, digest(messages)
+        return self._client.encode(call.model, messages, call.completion_tokens), digest(messages)
 
     def answered(self, answer: Answer) -> None:
         """What came of it."""
@@ -152,7 +153,7 @@ class Replay:
         calls: from `prepare`.
         out: result file, None: keep them in memory only.
         on_call: told of each record as it is made.
-        on_wait: told what the warm-up waits for, when the server refuses its calls.
+        on_wait: told what the warm-up waits for, when the server refuses its calls, and why the results are not saved.
         headers: for every request (an API key).
 
     Raises:
@@ -188,11 +189,13 @@ class Replay:
         self._todo = {s: c for s, c in self._sessions.items() if s not in done}
         self._run = f"/run-{self.results.runs}" if self.results.runs > 1 else ""
         if self._run:
-            self.results.notes = _notes([c for session in self._todo.values() for c in session])
+            notes = _notes([c for session in self._todo.values() for c in session], kept=bool(done))
+            self.results.notes = list(dict.fromkeys(self.results.notes + notes))
         self._rates: dict[str, Rate] = {}
         self._waiting: deque[_Agent] = deque()
         self._all_begun = asyncio.Event()
         self._saver: results.Saver | None = None
+        self._unsaved = ""
         self._start = 0.0
         """Of the first run's window, if the windows of all runs had followed each other."""
 
@@ -204,34 +207,39 @@ class Replay:
     async def run(self) -> results.Results:
         """Make all calls. Stopped (cancelled) it leaves the finished sessions in the file, marked incomplete.
 
+        Whatever it raises, `results` has what was measured: all of it once it has a summary.
+
         Raises:
             ReplayError: the server does not answer the warm-up.
-            OSError: the result file cannot be written; from a session's end, in an ExceptionGroup.
+            OSError: the last version of the result file could not be written.
         """
         if self._out is not None:
             results.check_writable(self._out)
             self._saver = results.Saver(self._out)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
         timeout = httpx.Timeout(None, connect=10.0)
-        async with httpx.AsyncClient(
-            base_url=self._plan.url.rstrip("/").removesuffix("/v1"),
-            headers=self._headers,
-            limits=limits,
-            timeout=timeout,
-        ) as http:
-            client = Client(http, plain=self._plan.plain, deadline_s=self._plan.deadline_s, now=time.monotonic)
-            await self._warm_up(client, http)
-            try:
+        warm = False
+        try:
+            async with httpx.AsyncClient(
+                base_url=self._plan.url.rstrip("/").removesuffix("/v1"),
+                headers=self._headers,
+                limits=limits,
+                timeout=timeout,
+            ) as http:
+                client = Client(http, plain=self._plan.plain, deadline_s=self._plan.deadline_s, now=time.monotonic)
+                await self._warm_up(client, http)
+                warm = True
                 await self._window(client)
-            finally:
+        finally:
+            if warm:
                 self._save()
-                if self._saver is not None:
-                    self._saver.close()
+            if self._saver is not None:
+                self._saver.close()
         return self.results
 
     async def _window(self, client: Client) -> None:
         salt = self._plan.salt + self._run
-        self._waiting.extend(_Agent(calls, self._rates, salt) for calls in self._todo.values())
+        self._waiting.extend(_Agent(calls, self._rates, salt, client) for calls in self._todo.values())
         lanes = min(self._plan.concurrent or len(self._todo), len(self._todo))
         for agent in list(self._waiting)[:lanes]:
             agent.first = await asyncio.to_thread(agent.body, agent.calls[0])
@@ -252,7 +260,8 @@ class Replay:
             for n in range(max(len(PROBE_CHARS), self._plan.warmup_calls)):
                 chars = PROBE_CHARS[min(n, 1)]
                 text = words(_probe_rng(model, n, self._plan.salt + self._run), chars)
-                answer = await client.call(model, [{"role": "user", "content": text}], 2, f"warm-up-{model}{self._run}")
+                body = client.encode(model, [{"role": "user", "content": text}], 2)
+                answer = await client.call(body, f"warm-up-{model}{self._run}")
                 if answer.error:
                     raise ReplayError(f"{self._plan.url}: warm-up call for {model!r} failed: {answer.error}")
                 if answer.prompt_tokens:
@@ -296,14 +305,14 @@ class Replay:
         records: list[CallRecord] = []
         for call in agent.calls:
             if call.call:
-                messages, body = await asyncio.to_thread(agent.body, call)
+                body, name = await asyncio.to_thread(agent.body, call)
                 intended += call.gap_s or 0.0
                 await _until(intended)
             else:
                 assert agent.first is not None
-                (messages, body), agent.first = agent.first, None
-            answer = await client.call(call.model, messages, call.completion_tokens, call.session + self._run)
-            record = self._record(call, answer, intended, call.gap_s or 0.0, body)
+                (body, name), agent.first = agent.first, None
+            answer = await client.call(body, call.session + self._run)
+            record = self._record(call, answer, intended, call.gap_s or 0.0, name)
             records.append(record)
             if self._on_call is not None:
                 self._on_call(record)
@@ -344,8 +353,13 @@ class Replay:
     def _save(self) -> None:
         if self._start:
             self.results.wall_s = round(time.monotonic() - self._start, 6)
-        if self._saver is not None:
-            self._saver.soon(self.results)
+        if self._saver is None:
+            return
+        failed = self._saver.soon(self.results)
+        why = str(failed or "")
+        if why and why != self._unsaved and self._on_wait is not None:
+            self._on_wait(f"the result file is not written, and tried again when a session ends: {why}")
+        self._unsaved = why
 
 
 async def _until(moment: float) -> None:
@@ -353,9 +367,9 @@ async def _until(moment: float) -> None:
     await asyncio.sleep(max(0.0, moment - time.monotonic()))
 
 
-def _notes(again: Sequence[Call]) -> list[str]:
-    """What to know of a resumed run that makes these calls."""
-    out = ["sessions of several runs: not all of them met the same load"]
+def _notes(again: Sequence[Call], *, kept: bool) -> list[str]:
+    """What to know of a resumed run that makes these calls. `kept`: it has sessions of the run before."""
+    out = ["sessions of several runs: not all of them met the same load"] if kept else []
     if any(c.messages is None for c in again):
         out.append("sessions run again had other texts and ids, so that no cache of an earlier run could help them")
     if any(c.messages is not None for c in again):
