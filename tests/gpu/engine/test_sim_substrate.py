@@ -212,6 +212,29 @@ class TestHostKv:
         assert rig.tokens("long") == expected_tokens([7] * 300, 700)
         assert rig.steps["long"][-1].recomputed_tokens == 0
 
+        assert rig.driver.status().decode_step_ms["a"] == pytest.approx(10.0), "the wait of seconds is no decode"
+
+    def test_prefixes_that_take_turns_in_the_last_rows_do_not_stop_the_call_that_runs(self) -> None:
+        """Two returns with prefixes of one length, neither of which can begin beside it, and each of which fits."""
+        rig = Rig(
+            substrate(staging=False, buffer_bytes=WEIGHTS + 1024 * KV), 1024, SlotConfig(60_000.0, 0.0, suspends=True)
+        )
+        prompts = {"one": [5] * 500, "two": [6] * 500}
+        for session, prompt in prompts.items():
+            rig.submit(f"first {session}", prompt, session=session)
+        rig.rest()
+        rig.submit("other", [8], model="b", new=1)
+        rig.rest()
+        rig.submit("long", [7] * 300, new=700)
+        rig.rest(rig.clock.now() + 0.5)
+        for session, prompt in prompts.items():
+            rig.submit(f"return {session}", follow(prompt), session=session, new=512)
+        rig.rest()
+        assert rig.tokens("long") == expected_tokens([7] * 300, 700)
+        assert rig.steps["long"][-1].recomputed_tokens == 0
+        for session, prompt in prompts.items():
+            assert rig.tokens(f"return {session}") == expected_tokens(follow(prompt), 512)
+            assert rig.steps[f"return {session}"][0].cached_tokens == 496
     def test_half_a_prompt_gives_its_rows_to_the_last_call_that_runs(self) -> None:
         pool = SimPool(1000, PAGE, 8)
         for rid, prompt, new in (("runs", [1] * 300, 400), ("half", [2] * 600, 100)):

@@ -263,12 +263,16 @@ class SimPool:
     # --- prefixes from host
 
     def expect(self, call: SimCall, end: int, now: float) -> Coming | None:
-        """Rows for the first `end` tokens of a waiting call's prefix; None: the device has them, or no room."""
+        """Rows for the first `end` tokens of a waiting call's prefix; None: the device has them, or no room.
+
+        Each running call keeps a row for its next token: where prefixes for calls to come take the last rows in turns,
+        each from the one before, nobody goes on.
+        """
         node, have = self.cache.match(call.call.salt, call.prefix(end))
         if have >= end:
             return None
         self.cache.lock(node)
-        if end - have > self.available:
+        if end - have > self.available - len(self.running):
             self.cache.unlock(node)
             return None
         self.cache.use(node, now)
