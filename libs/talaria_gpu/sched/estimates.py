@@ -122,12 +122,13 @@ class Estimates:
     def step(self, model: str, result: StepResult) -> None:
         """Learn from a step."""
         tokens = result.prefilled_tokens + result.recomputed_tokens
+        own_ms = max(0.0, result.wall_ms - result.restore_ms)
         if result.kind == "decode":
-            self._decode.setdefault(model, Runs()).add(result.steps, result.wall_ms)
+            self._decode.setdefault(model, Runs()).add(result.steps, own_ms)
         elif result.kind == "prefill" and model in self._decode:
             self._decode[model].end()
         if result.kind == "prefill" and tokens:
-            self._prefill.setdefault(model, Line()).add(tokens, max(0.0, result.wall_ms - result.restore_ms))
+            self._prefill.setdefault(model, Line()).add(tokens, own_ms)
         if result.restored_tokens:
             self._restore.setdefault(model, Line()).add(result.restored_tokens, result.restore_ms)
 

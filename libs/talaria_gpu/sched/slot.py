@@ -138,6 +138,8 @@ class Slot:
         counts, began = self.counts, list(started)
         self.stuck, self.unsettled = result.kind == "idle", False
         if result.kind != "idle":
+            if self.half not in {"", result.half, *began}:
+                self.pending_ms = 0.0  # it gave way to what runs, and is prefilled anew
             self.half = result.half
         for rid in back:
             self.invested_ms.pop(rid, None)
@@ -166,7 +168,7 @@ class Slot:
     def _decoded(self, result: StepResult, restoring: Container[str]) -> None:
         self.counts.decodes += result.steps
         self.decoded += result.steps
-        self.decoded_ms += result.wall_ms
+        self.decoded_ms += max(0.0, result.wall_ms - result.restore_ms)
         self.boundary = True
         # A decode though a batch was admitted: the device has no room for it now, or its prefix is still coming. Only
         # that, and what is owed, is asked for again; half a prompt that pauses has its place already.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from talaria_common.clock import ManualClock
 from talaria_common.settings import InstanceSettings
-from talaria_gpu.engine.contract import EngineCall, Sampling, SwitchTiming
+from talaria_gpu.engine.contract import EngineCall, Sampling, StepResult, SwitchTiming
 from talaria_gpu.engine.driver import SlotDriver
 from talaria_gpu.engine.ipc import SlotEnded, Stepped, Switched
 from talaria_gpu.engine.sim.device import ModelSpec, Part, Phases, Substrate
@@ -21,6 +21,7 @@ from talaria_gpu.engine.sim.pool import SimCall, SimPool
 from talaria_gpu.engine.sim.tokens import expected_tokens
 from talaria_gpu.sched.ablation import Ablation
 from talaria_gpu.sched.config import SlotConfig
+from talaria_gpu.sched.slot import Slot
 
 KV = 1000
 """Bytes per token."""
@@ -211,7 +212,6 @@ class TestHostKv:
         assert rig.steps["return"][0].cache_source == "host"
         assert rig.tokens("long") == expected_tokens([7] * 300, 700)
         assert rig.steps["long"][-1].recomputed_tokens == 0
-
         assert rig.driver.status().decode_step_ms["a"] == pytest.approx(10.0), "the wait of seconds is no decode"
 
     def test_prefixes_that_take_turns_in_the_last_rows_do_not_stop_the_call_that_runs(self) -> None:
@@ -235,6 +235,7 @@ class TestHostKv:
         for session, prompt in prompts.items():
             assert rig.tokens(f"return {session}") == expected_tokens(follow(prompt), 512)
             assert rig.steps[f"return {session}"][0].cached_tokens == 496
+
     def test_half_a_prompt_gives_its_rows_to_the_last_call_that_runs(self) -> None:
         pool = SimPool(1000, PAGE, 8)
         for rid, prompt, new in (("runs", [1] * 300, 400), ("half", [2] * 600, 100)):
@@ -252,6 +253,19 @@ class TestHostKv:
         assert [call.call.rid for call in pool.grow()] == ["runs"]
         assert (pool.half, list(pool.waiting)) == (None, ["half"])
         assert pool.used <= 1000
+
+    def test_half_a_prompt_that_gave_way_owes_no_decode(self) -> None:
+        """Its prefill is lost: it is counted when it is done again."""
+        slot = Slot("a", 0.0)
+        prefill = StepResult(kind="prefill", prefilled_tokens=300, wall_ms=30.0, half="half")
+        slot.stepped(1.0, prefill)
+        slot.stepped(2.0, StepResult(kind="decode", wall_ms=5.0, half="half"))
+        assert slot.lost_ms == 25.0
+        slot.stepped(3.0, StepResult(kind="decode", wall_ms=5.0))
+        assert slot.lost_ms == -10.0
+        slot.stepped(4.0, prefill)
+        slot.stepped(5.0, StepResult(kind="prefill", wall_ms=20.0), started=["half"])
+        assert slot.lost_ms == 40.0
 
     def test_without_host_memory_for_them_they_are_retracted(self) -> None:
         rig = Rig(substrate(host_bytes=400_000), config=SlotConfig(50.0, 20.0, suspends=True))

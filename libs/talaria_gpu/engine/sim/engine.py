@@ -76,7 +76,7 @@ class SimEngine:
         self._admit: frozenset[str] | None = None
         """What the step under way may prefill."""
         self._waited_ms = 0.0
-        """Waits for prefixes from host that the next result has to account for."""
+        """Waits for copies that the next result has to account for."""
 
     # --- what there is
 
@@ -432,6 +432,6 @@ class SimEngine:
             wall_ms=flight.wall_ms + waited_ms,
             steps=flight.steps,
             restored_tokens=restored,
-            restore_ms=waited_ms if restored else 0.0,
+            restore_ms=waited_ms,
             half="" if pool.half is None else pool.half.call.rid,
         )
