@@ -385,13 +385,20 @@ class TestLaws:
         }  # fmt: skip
 
         def ends(active_ms: float, switch_ms: float, wall_ms: float) -> None:
-            """It had a switch of 3 ms, no call for 20 ms, and another model's switch began 60 ms after its own."""
+            """It had a switch of 3 ms, no call for 20 ms, and another model's switch began 60 ms after its own.
+
+            In the switch's last 2 ms there was no call either, which is the switch's time and not idle.
+            """
             laws, engine = self.switched()
             timing = {"weight_bytes": 4, "d2d_bytes": 4, "total_ms": 3.0, "phases_ms": (3.0, 0.0, 0.0, 0.0, 0.0)}
             laws.switch(5.003, SwitchTiming(target="m", **timing))  # type: ignore[arg-type]
             engine.unfinished = 0
+            engine.unfinished = 0
+            laws.look(5.001)
             laws.look(5.030)
             engine.unfinished = 1
+            engine.unfinished = 1
+            laws.look(5.003)
             laws.look(5.050)
             engine.active = "n"
             laws.after_turn(5.060)
@@ -597,6 +604,15 @@ def test_contexts_beyond_the_model_are_refused() -> None:
         simulate(TWO, calls)
     with pytest.raises(ScenarioError, match="no instance serves m"):
         simulate(TWO, [Call(session="s", call=0, model="m", prompt_tokens=1, completion_tokens=5)])
+
+@pytest.mark.parametrize("deadline_s", [0.2, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("ablation", ["talaria", "round-only"])
+def test_deadlines_that_pass_in_steps_and_switches_are_lawful(deadline_s: float, ablation: str) -> None:
+    hasty = msgspec.structs.replace(ONE, ablation=ablation, deadline_s=deadline_s, stagger_s=0.7)
+    summary = simulate(hasty, trace_of(BIG, 40, 3)).summary
+    assert summary["failed_calls"] > 0
+    assert summary["switches"] > 0
+
 
 
 @pytest.mark.soak

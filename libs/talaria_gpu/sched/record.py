@@ -18,13 +18,15 @@ def arrived(now: float, state: State, call: Call) -> None:
     queue, slot = state.queues[call.model], state.slot
     if call.is_continuation:
         state.returns.arrived(now, call.model, call.session)
+    if slot is not None and slot.mark is None:  # the first call after a rest, whosever turn it is
+        slot.mark = now
+        slot.opened = now if slot.plan is None else slot.opened
     if slot is not None and call.model == slot.model:
         if not queue and slot.plan is None and state.next_other() is None:
             slot.restart(now, call.rid)
         else:
             slot.late.add(call.rid)
         if not queue:
-            slot.mark = now if slot.mark is None else slot.mark
             slot.stuck = slot.empty = False
     elif not queue:
         state.joined(call.model)
@@ -78,9 +80,9 @@ def switched(now: float, state: State, message: Switched) -> None:
         loaded, weights = message.loaded_bytes, message.weight_bytes
         state.estimates.switch(model, switch_ms, loaded_bytes=loaded, weight_bytes=weights)
     state.fresh.clear()
-    queue = state.queues[model]
-    owed = queue.owed(now, state.config.patience_ms)
-    state.slot = slot = Slot(model, now, switch_ms, owed=owed.rid if owed else None, mark=now if queue else None)
+    owed = state.queues[model].owed(now, state.config.patience_ms)
+    mark = now if state.model_of else None
+    state.slot = slot = Slot(model, now, switch_ms, owed=owed.rid if owed else None, mark=mark)
     if state.next_other() is None:
         state.book.alone()
     else:
@@ -98,15 +100,17 @@ def forget(now: float, state: State, rid: str, *, dropped: bool = False) -> None
     state.out.pop(rid, None)
     state.prefixes.pop(rid, None)
     state.fresh.discard(rid)
-    if slot is None or model != slot.model:
+    if slot is None:
         return
-    slot.left(rid)
-    slot.unsettled = slot.unsettled or dropped
-    if not queue:
+    if model == slot.model:
+        slot.left(rid)
+        slot.unsettled = slot.unsettled or dropped
+        if not queue:
+            slot.tick(now)
+            slot.pending_ms = 0.0
+    if not state.model_of:
         slot.tick(now)
-        slot.pending_ms = 0.0
-        if state.next_other() is None:
-            slot.mark = None
+        slot.mark = None
 
 
 def expire(now: float, state: State) -> list[Effect]:

@@ -62,7 +62,7 @@ class Slot:
     empty: bool = False
     """It had no work when others began to wait, and got none: no part of their round."""
     mark: float | None = None
-    """Up to when the clock is accounted; None: it stands."""
+    """Up to when the clock is accounted; None: it stands, as no call of any model is here."""
     decoded: int = 0
     """Decode iterations and their time since P began."""
     decoded_ms: float = 0.0

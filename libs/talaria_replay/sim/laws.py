@@ -24,7 +24,7 @@ class InstanceLaws:
 
     KV is never above capacity, and the buffer never overfull; a switch takes as long as its record says, and brings as
     many staged bytes as had landed; the time between two slots' beginnings is the slot's active time, its switch, and
-    the time in which no call was here.
+    the time in which no call was here and no switch under way.
     """
 
     def __init__(self, iid: str, engine: SimEngine, start: float) -> None:
@@ -37,18 +37,19 @@ class InstanceLaws:
         self._switch_ms = 0.0
         """Of the open slot's switch, by the clock."""
         self._idle_ms = 0.0
-        """Since the slot began, without any call."""
+        """Since the slot began, without any call or switch."""
         self._idle = True
+        self._switching = False
         self.kv_peak = dict.fromkeys(self._capacity, 0)
         """Most device rows in use, tokens, by model."""
         self.hbm_bytes = 0
         """Most of the buffer in use since the last slot ended: weights, KV and what is staged."""
 
     def look(self, now: float) -> None:
-        """After each command and each turn: whether any call is here."""
+        """After each command, turn and switch: whether any call is here, or a switch under way."""
         if self._idle:
             self._idle_ms += (now - self._looked) * 1000
-        self._looked, self._idle = now, not self._engine.unfinished
+        self._looked, self._idle = now, not self._engine.unfinished and not self._switching
 
     def after_turn(self, now: float) -> None:
         """After each turn of the driver, before its reports."""
@@ -59,7 +60,7 @@ class InstanceLaws:
         if active != self._active:
             if self._active is None:  # there was no slot before
                 self._began, self._idle_ms = now, 0.0
-            self._active, self._switched_at = active, now
+            self._active, self._switched_at, self._switching, self._idle = active, now, True, False
         used = self._engine.kv_used_tokens(active)
         if used > self._capacity[active]:
             raise LawError(f"{self._iid}: {active} holds {used} KV tokens of {self._capacity[active]}")
@@ -73,6 +74,8 @@ class InstanceLaws:
 
     def switch(self, now: float, t: SwitchTiming) -> None:
         """A switch is over."""
+        self._switching = False
+        self.look(now)
         if t.d2d_bytes + t.h2d_bytes != t.weight_bytes or t.dirty_bytes + t.missing_bytes != t.h2d_bytes:
             raise LawError(f"{self._iid}: the switch to {t.target} does not account for its bytes: {t}")
         staged = self._engine.kept.brought_bytes if self._engine.kept is not None else 0

@@ -91,11 +91,16 @@ class Books:
     def arrived(self, rid: str) -> None:
         """A call is about to be queued."""
         toy, slot = self._toy, self._toy.slot
-        if slot is None or toy.by_rid[rid].model != slot.model or toy.has_work(slot.model):
+        if slot is None:
+            return
+        if slot.idle and slot.plan is None:
+            slot.opened = toy.now
+        slot.idle = False
+        if toy.by_rid[rid].model != slot.model or toy.has_work(slot.model):
             return
         if slot.plan is None and not toy.others_wait():
             slot.restart(toy.now, rid)
-        slot.idle = slot.empty = False
+        slot.empty = False
 
     def contest(self) -> None:
         """Before a decision: others begin to wait, and the slot is one of a round from now on; or none wait any more."""
@@ -109,8 +114,6 @@ class Books:
         if slot.plan is not None:
             return
         self.alone()
-        if slot.idle:
-            slot.opened, slot.idle = toy.now, False
         slot.others_since = toy.now
         slot.plan = self._slot_plan(toy.now, slot.model)
         length_s = slot.plan.length_ms / 1000
@@ -170,13 +173,15 @@ class Books:
     def ended(self, rid: str) -> None:
         """A call is gone from the toy's books and the scheduler's."""
         toy, slot = self._toy, self._toy.slot
-        if slot is None or toy.by_rid[rid].model != slot.model:
+        if slot is None:
+            return
+        slot.idle = not toy.has_work(slot.model) and not toy.others_wait()
+        if toy.by_rid[rid].model != slot.model:
             return
         slot.ended += 1
         slot.invested.pop(rid, None)
         if not toy.has_work(slot.model) or rid == toy.told_half:
             slot.pending_ms = 0.0
-            slot.idle = slot.idle or not toy.others_wait()
 
     # --- what is left
 

@@ -133,6 +133,29 @@ def test_deadlines_abort_waiting_and_running_calls_even_while_the_engine_is_busy
     assert isinstance(core.handle(1.0, Turn())[-1], RunSwitch)
 
 
+def test_the_clock_of_a_slot_runs_while_any_call_is_here_and_no_longer() -> None:
+    """A call of another model keeps it going, though the slot's own are gone and a step of theirs is under way."""
+    core = scheduler(active="a")
+    arrive(core, 1.0, "a1", "a")
+    assert core.handle(1.0, Turn()) == [RunStep("a", None)]
+    arrive(core, 1.1, "b1", "b", deadline=1.3)
+    core.handle(1.2, Left("a1"))
+    core.handle(1.3, Tick())  # nobody is left: 300 ms so far
+    arrive(core, 1.5, "b2", "b")
+    step(core, 1.6, "prefill", {})
+    over, switch = core.handle(1.6, Turn())
+    assert isinstance(over, SlotOver)
+    assert over.active_ms == pytest.approx(400)
+    assert switch == RunSwitch("b")
+    core.handle(1.7, Left("b2"))
+    arrive(core, 1.8, "a2", "a")
+    core.handle(2.0, Switched("b", 400.0, []))
+    over, switch = core.handle(2.1, Turn())
+    assert isinstance(over, SlotOver)
+    assert over.active_ms == pytest.approx(100), "a2 waits from the slot's beginning"
+    assert switch == RunSwitch("a")
+
+
 def test_the_deadline_heap_forgets_finished_calls() -> None:
     core = scheduler(active="a")
     for i in range(5000):
