@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from talaria_cli.main import main
+from talaria_common.errors import OverloadedError
 from talaria_gpu.engine.contract import SwitchTiming
 from talaria_gpu.engine.ipc import SlotEnded
 from talaria_gpu.engine.sim import SimEngine
@@ -30,10 +31,12 @@ from talaria_gpu.staging.chunks import ChunkMap, State
 from talaria_replay import workload
 from talaria_replay.generate import SHAPES, generate
 from talaria_replay.sim import profiles
-from talaria_replay.sim.clients import REFUSED_S
+from talaria_replay.sim.clients import Agent
 from talaria_replay.sim.device import GIB, ProfiledDevice, Times, buffer_bytes, kv_capacity_tokens, times
+from talaria_replay.sim.events import EventHeap, VirtualClock
 from talaria_replay.sim.instance import SimInstance
 from talaria_replay.sim.laws import CallLaws, InstanceLaws, LawError
+from talaria_replay.sim.mesh import Request
 from talaria_replay.sim.run import encode, simulate
 from talaria_replay.sim.scenario import Group, Scenario, ScenarioError
 from talaria_replay.trace import Call
@@ -390,15 +393,15 @@ class TestLaws:
             In the switch's last 2 ms there was no call either, which is the switch's time and not idle.
             """
             laws, engine = self.switched()
-            timing = {"weight_bytes": 4, "d2d_bytes": 4, "total_ms": 3.0, "phases_ms": (3.0, 0.0, 0.0, 0.0, 0.0)}
-            laws.switch(5.003, SwitchTiming(target="m", **timing))  # type: ignore[arg-type]
-            engine.unfinished = 0
             engine.unfinished = 0
             laws.look(5.001)
-            laws.look(5.030)
-            engine.unfinished = 1
+            timing = {"weight_bytes": 4, "d2d_bytes": 4, "total_ms": 3.0, "phases_ms": (3.0, 0.0, 0.0, 0.0, 0.0)}
+            laws.switch(5.003, SwitchTiming(target="m", **timing))  # type: ignore[arg-type]
             engine.unfinished = 1
             laws.look(5.003)
+            engine.unfinished = 0
+            laws.look(5.030)
+            engine.unfinished = 1
             laws.look(5.050)
             engine.active = "n"
             laws.after_turn(5.060)
@@ -550,15 +553,46 @@ def test_hours_between_sessions_are_lawful_and_the_last_call_ends_the_window() -
 
 def test_a_call_that_is_refused_for_ever_fails() -> None:
     """A switch to its model takes longer than a round may: the round check never lets it in."""
-    slow = msgspec.structs.replace(ONE, calibration="paper", admission=True, hardware={"h2d_gb_s": 4.0})
+    slow = msgspec.structs.replace(
+        ONE, calibration="paper", admission=True, hardware={"h2d_gb_s": 4.0}, refused_s=3600.0
+    )
     result = simulate(slow, trace_of(BIG, 3, 5, seed=0))
     (failed,) = [r for r in result.calls if r.error]
-    assert failed.done_s - failed.intended_s == pytest.approx(REFUSED_S, rel=0.05)
+    assert failed.done_s - failed.intended_s == pytest.approx(3600.0, rel=0.05)
     assert failed.cached_tokens == 0
     assert result.summary["failed_calls"] == result.summary["failed_sessions"] == 1
     per_answered = 8 * result.summary["window_s"] / 2
     assert result.summary["gpu_s_per_session"] == pytest.approx(per_answered, abs=0.01)
     assert "1 calls failed, and with each the rest of its session; first call" in result.notes[-1]
+
+
+class Refusing:
+    """A mesh that refuses every call, the first after `first_s`, the others at once; each is told 1000 s."""
+
+    def __init__(self, heap: EventHeap, first_s: float) -> None:
+        self.heap, self.first_s, self.made_at = heap, first_s, list[float]()
+
+    def call(self, request: Request) -> None:
+        wait = 0.0 if self.made_at else self.first_s
+        self.made_at.append(self.heap.clock.now())
+        self.heap.after(wait, lambda: request.on_end("", OverloadedError("full", retry_after_s=1000.0)))
+
+
+def test_refusals_count_from_the_first_and_no_wait_is_longer_than_a_minute() -> None:
+    heap = EventHeap(VirtualClock(0.0))
+    mesh, made, laws = Refusing(heap, 500.0), list[Any](), CallLaws(1e9)
+    calls = trace_of(SMALL, 1, 2)
+    Agent(heap, mesh, calls, seed=0, gap_cap_s=1.0, refused_s=300.0, laws=laws, done=made.extend).start()  # type: ignore[arg-type]
+    heap.run(lambda: bool(made))
+    (failed,) = made
+    assert mesh.made_at == [0.0] + [500.0 + 60.0 * n for n in range(1, 6)]
+    assert (failed.retries, failed.done_s, failed.error) == (5, 800.0, "full")
+
+
+def test_refusals_are_borne_as_long_as_any_wait() -> None:
+    """Who starts with hundreds of others on one server may have to wait for hours."""
+    assert Scenario(groups=ONE.groups, deadline_s=20_000.0).longest_refused_s == 20_000.0
+    assert Scenario(groups=ONE.groups, refused_s=60.0).longest_refused_s == 60.0
 
 
 def test_a_call_that_is_queued_for_ever_fails() -> None:
@@ -569,6 +603,15 @@ def test_a_call_that_is_queued_for_ever_fails() -> None:
     (failed,) = [r for r in result.calls if r.error]
     assert failed.done_s - failed.intended_s == pytest.approx(1000.0, abs=5.0)
     assert "deadline" in failed.error
+
+
+@pytest.mark.parametrize("deadline_s", [0.2, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("ablation", ["talaria", "round-only"])
+def test_deadlines_that_pass_in_steps_and_switches_are_lawful(deadline_s: float, ablation: str) -> None:
+    hasty = msgspec.structs.replace(ONE, ablation=ablation, deadline_s=deadline_s, stagger_s=0.7)
+    summary = simulate(hasty, trace_of(BIG, 40, 3)).summary
+    assert summary["failed_calls"] > 0
+    assert summary["switches"] > 0
 
 
 def test_an_engine_that_finds_a_leak_gives_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,15 +647,6 @@ def test_contexts_beyond_the_model_are_refused() -> None:
         simulate(TWO, calls)
     with pytest.raises(ScenarioError, match="no instance serves m"):
         simulate(TWO, [Call(session="s", call=0, model="m", prompt_tokens=1, completion_tokens=5)])
-
-@pytest.mark.parametrize("deadline_s", [0.2, 0.5, 1.0, 2.0, 4.0])
-@pytest.mark.parametrize("ablation", ["talaria", "round-only"])
-def test_deadlines_that_pass_in_steps_and_switches_are_lawful(deadline_s: float, ablation: str) -> None:
-    hasty = msgspec.structs.replace(ONE, ablation=ablation, deadline_s=deadline_s, stagger_s=0.7)
-    summary = simulate(hasty, trace_of(BIG, 40, 3)).summary
-    assert summary["failed_calls"] > 0
-    assert summary["switches"] > 0
-
 
 
 @pytest.mark.soak

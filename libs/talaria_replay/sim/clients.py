@@ -1,7 +1,8 @@
 """Simulated agents: the same closed loop as `talaria replay`, in virtual time.
 
 A prompt is token ids, not text: the first `reusable_tokens` of the session's context (previous prompt and answer), then
-ids drawn from the call's seed. A refused call is made again when the server said, as OpenAI's SDK does, for an hour.
+ids drawn from the call's seed. A refused call is made again when the server said, as OpenAI's SDK does, after a minute
+at most, until it has been refused for `Scenario.refused_s`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from talaria_replay.sim.laws import CallLaws
 from talaria_replay.sim.mesh import Request, SimMesh, prompt_of
 from talaria_replay.trace import Call
 
-REFUSED_S = 3600.0
-"""A call that is refused for so long fails: there may be nobody who will ever admit it."""
+WAIT_MAX_S = 60.0
+"""Nobody waits longer than that before a call is made again, whatever the server said."""
 
 
 class Agent:
@@ -31,6 +32,8 @@ class Agent:
         calls: its calls, in order.
         seed: of the ids that it makes.
         gap_cap_s: longest gap.
+        refused_s: a call that is refused for so long, counted from its first refusal, fails: there may be nobody who
+            will ever admit it.
         laws: told of each call.
         done: called with its records when it has ended.
     """
@@ -43,6 +46,7 @@ class Agent:
         *,
         seed: int,
         gap_cap_s: float,
+        refused_s: float,
         laws: CallLaws,
         done: Callable[[list[CallRecord]], None],
     ) -> None:
@@ -52,6 +56,7 @@ class Agent:
         self._calls = calls
         self._seed = seed
         self._gap_cap_s = gap_cap_s
+        self._refused_s = refused_s
         self._laws = laws
         self._done = done
         self._records: list[CallRecord] = []
@@ -61,6 +66,8 @@ class Agent:
         self._at = 0
         self._intended = self._sent = self._first = self._gap = 0.0
         self._retries = 0
+        self._refused_at: float | None = None
+        """When the call was refused first."""
         self._usage = (0, "none")
 
     def start(self) -> None:
@@ -70,7 +77,7 @@ class Agent:
     def _next(self) -> None:
         call = self._calls[self._at]
         self._laws.begin(call.session, call.call, self._clock.now())
-        self._intended, self._retries = self._clock.now(), 0
+        self._intended, self._retries, self._refused_at = self._clock.now(), 0, None
         seed = call.seed if call.seed is not None else f"{call.session}/{call.call}"
         rng = random.Random(f"{self._seed}/{seed}")  # noqa: S311 - repeatable on purpose
         keep = min(call.reusable_tokens, len(self._context), call.prompt_tokens)
@@ -95,12 +102,14 @@ class Agent:
 
     def _end(self, instance: str, error: TalariaError | None) -> None:
         again = isinstance(error, OverloadedError | UnavailableError) and not self._first
-        if again and error is not None and self._clock.now() - self._intended < REFUSED_S:
-            self._retries += 1
-            self._heap.after(error.retry_after_s or 1.0, self._send)
-            return
-        call = self._calls[self._at]
         now = self._clock.now()
+        if again and error is not None:
+            self._refused_at = now if self._refused_at is None else self._refused_at
+            if now - self._refused_at < self._refused_s:
+                self._retries += 1
+                self._heap.after(min(error.retry_after_s or 1.0, WAIT_MAX_S), self._send)
+                return
+        call = self._calls[self._at]
         self._laws.ended(call.session, call.call, now)
         cached, source = self._usage
         self._records.append(

@@ -19,7 +19,7 @@ from talaria_replay.measure import CallRecord, Tally
 from talaria_replay.ranges import checked
 from talaria_replay.sim import profiles
 from talaria_replay.sim.arrivals import offsets
-from talaria_replay.sim.clients import REFUSED_S, Agent
+from talaria_replay.sim.clients import Agent
 from talaria_replay.sim.device import ProfiledDevice, kv_capacity_tokens
 from talaria_replay.sim.events import EventHeap, VirtualClock
 from talaria_replay.sim.laws import CallLaws, LawError
@@ -33,7 +33,7 @@ START = 1000.0
 WARM_S = 2.0
 """Before the first session: the parts get to know each other; not in any figure."""
 SLACK_S = 300.0
-"""A refused call is made again when the server said, which may be so long after its time is over."""
+"""More than the last wait of a refused call, tokenising and messages take."""
 Instances = Sequence[tuple[InstanceSettings, ProfiledDevice, SlotConfig]]
 
 
@@ -173,7 +173,8 @@ class _Run:
         )
         self._running = 0
         self._all_begun = False
-        self.laws = CallLaws(REFUSED_S + scenario.deadline_s + SLACK_S)
+        # The first attempt may wait for a place until it is refused, and so may the last, after all refusals.
+        self.laws = CallLaws(2 * scenario.deadline_s + scenario.longest_refused_s + SLACK_S)
         self.read = TraceTally()
         self.tally = Tally()
         self.records: list[CallRecord] = []
@@ -224,6 +225,7 @@ class _Run:
             session,
             seed=self._scenario.seed,
             gap_cap_s=self._scenario.gap_cap_s,
+            refused_s=self._scenario.longest_refused_s,
             laws=self.laws,
             done=self._ended,
         ).start()

@@ -69,7 +69,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         stagger_s, concurrent: as in `talaria replay`.
         sessions_per_s, bursts: starts as a Poisson process instead.
         detail: False: the result holds figures only, no calls, slots and switches; for millions of calls.
-        deadline_s: of each call; one that is not answered by then fails.
+        deadline_s: of each call; one that is not answered by then, from when it was made last, fails.
+        refused_s: a call that is refused for so long fails; None: for as long as `deadline_s`.
         hop_ms: one message on the bus; assumed.
         tokenize_ms_per_ktoken: at the instance; assumed.
     """
@@ -105,6 +106,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     bursts: Bursts | None = None
     detail: bool = True
     deadline_s: Positive = 14_400.0
+    refused_s: Positive | None = None
     hop_ms: Amount = 0.5
     tokenize_ms_per_ktoken: Amount = 0.7
     seed: int = 0
@@ -115,3 +117,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ScenarioError(f"no policy {self.policy!r}: there are {', '.join(POLICIES)}")
         if self.bursts is not None and self.sessions_per_s is None:
             raise ScenarioError("bursts: expected a rate of sessions as well (sessions_per_s, --rate)")
+
+    @property
+    def longest_refused_s(self) -> float:
+        """`refused_s`, or what stands in for it."""
+        return self.deadline_s if self.refused_s is None else self.refused_s
