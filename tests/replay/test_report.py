@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,43 @@ metrics = ["sct_s.p95"]
     assert "8 models, Zipf 1" in text
     many = text[text.index("## many-c") :]
     assert "| p95 SCT under 1000 s, roofline | instances | 3 |" in many, "the least that has a place for eight models"
+
+
+def test_what_a_profile_forbids_is_said_in_its_row_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """With so little HBM the model does not fit: what follows from a change is known only when it is made."""
+    (tmp_path / "e.toml").write_text(
+        """
+[scenarios.s]
+groups = [{ hardware = "paper-tp4", models = ["qwen3-32b"] }]
+calibration = "roofline"
+
+[[experiments]]
+id = "memory"
+title = "less memory"
+kind = "sweep"
+section = "x"
+scenario = "s"
+metrics = ["sct_s.p50", "sct_s.p95"]
+changes = { "as it is" = {}, "small" = { hardware = { hbm_gib = 10.0 } } }
+
+[[experiments]]
+id = "c"
+title = "capacity without measurements"
+kind = "capacity"
+section = "x"
+scenario = "s"
+calibrations = ["measured"]
+bounds = [1000.0]
+metrics = ["sct_s.p95"]
+"""
+    )
+    assert run_report(ReportOptions(str(tmp_path / "e.toml"), tmp_path, None, [], 1, 0)) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert re.search(r"\| as it is, roofline \| sct_s.p95 \| \d", text)
+    assert re.search(
+        r"\| small, roofline \| sct_s.p50 \| - \| - \| - \| model qwen3-32b does not fit paper-tp4: ", text
+    )
+    assert re.search(r"\| p95 SCT under 1000 s, measured \| instances \| - \| .*no \[measured.paper-tp4\]", text)
 
 
 FIGURES = ["figure-12", "figure-13"]

@@ -42,12 +42,12 @@ class Outcome:
 
     def add(self, what: str, result: SimResult | str, metrics: Sequence[str], published: Mapping[str, Any]) -> None:
         """A simulation's metrics, or why there are none; published values without a metric of their own as well."""
-        for name in dict.fromkeys([*metrics, *published]):
-            if isinstance(result, str):
-                if name in published:
-                    self.rows.append(Row(what, name, None, published[name], result))
-            else:
-                self.rows.append(Row(what, name, metric(result.summary, name), published.get(name)))
+        names = list(dict.fromkeys([*metrics, *published]))
+        if isinstance(result, str):
+            names = list(published) or names[:1]
+            self.rows += [Row(what, name, None, published.get(name), result) for name in names]
+        else:
+            self.rows += [Row(what, name, metric(result.summary, name), published.get(name)) for name in names]
 
     def compare(self, what: str, result: SimResult | str, base: SimResult | str, paper: Mapping[str, float]) -> None:
         """The experiment's relative metrics, over those of `base`; `paper`: the same ratios as published."""

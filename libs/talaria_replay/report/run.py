@@ -110,7 +110,7 @@ class Runner:
             generated = source or (self.source if self._calls is None else "")
             try:
                 self._made[known] = self._store.simulate(scenario, calls, generated=generated)
-            except ScenarioError as e:
+            except (ScenarioError, profiles.ProfileError) as e:
                 self._made[known] = str(e)
         return self._made[known]
 
@@ -242,7 +242,7 @@ class Runner:
                 what = f"p95 SCT under {bound_s:g} s, {calibration}"
                 try:
                     found = search(base, bound_s, run, most=e.most, **_sizes(e, base))
-                except ScenarioError as error:
+                except (ScenarioError, profiles.ProfileError) as error:
                     out.rows.append(Row(what, "instances", None, note=str(error)))
                     continue
                 tried = ", ".join(f"{t.instances}: {t.sct_p95_s:.0f} s" for t in found.tried)
