@@ -235,7 +235,7 @@ def _show_capacity(found: Capacity, bound_s: float) -> None:
     console = Console()
     shown = Table("instances", "p95 SCT, s", "failed calls", "GPU-s per session", title="SIMULATED")
     for t in found.tried:
-        row = (str(t.instances), f"{t.sct_p95_s:.1f}", str(t.failed_calls), f"{t.gpu_s_per_session:.0f}")
+        row = (str(t.instances), f"{t.sct_p95_s:.1f}", str(t.failed_calls), _whole(t.gpu_s_per_session))
         shown.add_row(*row, style="bold" if t.instances == found.instances else "")
     console.print(shown)
     if found.instances is None:
@@ -264,7 +264,7 @@ def _show(result: SimResult, took_s: float) -> None:
         "leases": ", ".join(f"{n} {what}" for what, n in s["leases"].items()),
         "avoidable opens": str(s["avoidable_opens"]),
         "models opened, closed": ", ".join(f"{n} {what}" for what, n in s["replicas"].items()),
-        "cost": f"{s['gpu_s_per_session']:.0f} GPU-s per session on {s['gpus']} GPUs",
+        "cost": f"{_whole(s['gpu_s_per_session'])} GPU-s per session on {s['gpus']} GPUs",
         "peak KV": ", ".join(f"{name} {share:.0%}" for name, share in list(s["kv_peak_share"].items())[:8]),
     }
     for name, value in rows.items():
@@ -272,6 +272,10 @@ def _show(result: SimResult, took_s: float) -> None:
     console.print(extra)
     for note in result.notes:
         console.print(f"- {note}", markup=False)
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
 
 
 def run_list() -> int:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ from talaria_cli.main import app
 from talaria_cli.simulate import CatalogOptions, SimulateOptions, run_simulate
 from talaria_replay import trace
 from talaria_replay.generate import generate
+from talaria_replay.report.cost import cost
 from talaria_replay.sim import catalog, profiles, store
 from talaria_replay.sim.arrivals import Bursts, offsets
 from talaria_replay.sim.capacity import search
@@ -151,6 +157,24 @@ class TestCapacity:
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         file = tmp_path / "t.jsonl"
+    def test_where_nobody_is_answered_there_is_no_cost(
+        self, calls: list[Call], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        result = simulate(msgspec.structs.replace(TWO, deadline_s=0.01), calls)
+        assert result.summary["failed_sessions"] == result.summary["sessions"]
+        assert result.summary["gpu_s_per_session"] is None
+        rows, _ = cost(TWO, calls, lambda *_: result, ["roofline"])
+        assert {row.predicted for row in rows if row.metric == "gpu_s_per_session"} == {None}
+        trace.write(tmp_path / "t.jsonl", calls)
+        hasty = {"calibration": "roofline", "deadline_s": 0.01}
+        asked = SimulateOptions(
+            str(tmp_path / "t.jsonl"), ["paper-tp4"], list(SMALL), [], None, None, hasty, None, as_json=False
+        )
+        assert run_simulate(asked) == 1
+        assert "- GPU-s per session on 4 GPUs" in capsys.readouterr().out
+        assert run_simulate(replace(asked, capacity_s=1.0, most_instances=1)) == 1
+        assert re.search(r"│ 4 +│ - +│", capsys.readouterr().out)
+
         trace.write(file, generate("paper", sessions=33, models=SMALL, seed=1, max_calls=2, max_context_tokens=60_000))
         calls = len(trace.read(file))
 

@@ -1,6 +1,7 @@
 """What a session costs in GPU-seconds: time-shared groups against one group per model, and against loading on request.
 
-GPU-seconds are all GPUs of the cluster for the whole window, divided by sessions: what is rented, busy or not.
+GPU-seconds are all GPUs of the cluster for the whole window, divided by the sessions that were answered to the end:
+what is rented, busy or not. Where none was there is no cost.
 """
 
 from __future__ import annotations

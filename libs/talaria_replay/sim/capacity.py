@@ -17,7 +17,8 @@ class Try(NamedTuple):
     instances: int
     sct_p95_s: float
     failed_calls: int
-    gpu_s_per_session: float
+    gpu_s_per_session: float | None
+    """Of those answered; None: none was."""
 
     def meets(self, bound_s: float) -> bool:
         """Whether it is enough."""

@@ -322,7 +322,7 @@ def _summary(mesh: SimMesh, run: _Run, slots: SlotTally, window_s: float) -> dic
         | {
             "window_s": round(window_s, 4),
             "gpus": gpus,
-            "gpu_s_per_session": round(gpus * window_s / answered, 2) if answered else 0.0,
+            "gpu_s_per_session": round(gpus * window_s / answered, 2) if answered else None,
             "recomputed_share": run.tally.recomputed_share,
             "leases": {
                 "installed": books.installed,
