@@ -74,10 +74,11 @@ def times(model: Model, hw: Hardware, calibration: CalibrationName) -> Times:
     points = tables.get(hw.name)
     if points is None:
         raise ProfileError(f"model {model.name}: no [{kind}.{hw.name}]; there is {', '.join(tables) or 'none'}")
-    needed = ("decode_step_ms",) if calibration == "paper" else ("prefill_ms", "decode_step_ms")
-    for name in needed:
-        if not getattr(points, name):
-            raise ProfileError(f"model {model.name}: [{kind}.{hw.name}]: {name}: expected a point or more")
+    where = f"model {model.name}: [{kind}.{hw.name}]"
+    if calibration != "paper" and not (points.prefill_ms or points.incr_prefill_ms):
+        raise ProfileError(f"{where}: prefill_ms: expected a point or more, there or in incr_prefill_ms")
+    if not points.decode_step_ms:
+        raise ProfileError(f"{where}: decode_step_ms: expected a point or more")
     d0, d1, d2 = fit([((1.0, b, c), ms) for b, c, ms in parse_decode(points)])
     if calibration != "paper":
         p0, p1, p2 = fit([((1.0, n, n * (c + n / 2)), ms) for c, n, ms in parse_prefill(points)])

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from talaria_replay.ranges import Amount, Count, Positive, Share, made
 
+Whole = Annotated[int, msgspec.Meta(ge=0)]
 CalibrationName = Literal["paper", "aic", "measured", "roofline"]
 CALIBRATIONS: dict[str, str] = {
     "paper": "component figures that the paper itself gives (recompute TTFT of two prefix lengths); decode from aic",
@@ -70,7 +71,7 @@ class Hardware(_Table, frozen=True):
     """A staging chunk on one GPU, as in `[[instances]]`."""
 
 
-_TOKENS, _MORE, _STEP = (re.compile(p) for p in (r"[1-9]\d*", r"[1-9]\d*\+\d+", r"b[1-9]\d*@[1-9]\d*"))
+_TOKENS, _MORE, _STEP = (re.compile(p) for p in (r"[1-9]\d*", r"[1-9]\d*\+\d+", r"b[1-9]\d*@\d+"))
 
 
 def _keys(name: str, points: Mapping[str, float], form: re.Pattern[str], expected: str) -> None:
@@ -83,12 +84,12 @@ class Points(_Table, frozen=True):
     """Measured or composed times, ms: the simulator fits its curves to them (`fit`)."""
 
     source: str
-    prefill_ms: dict[str, Positive]
+    prefill_ms: dict[str, Positive] = {}
     """Tokens of one prompt, nothing cached → ms."""
     incr_prefill_ms: dict[str, Positive] = {}
     """"new+cached" tokens → ms."""
     decode_step_ms: dict[str, Positive] = {}
-    """"bBATCH@CONTEXT" → ms of one iteration."""
+    """"bBATCH@CONTEXT" → ms of one iteration; CONTEXT may be 0."""
 
     def __post_init__(self) -> None:
         _keys("prefill_ms", self.prefill_ms, _TOKENS, "TOKENS")
@@ -102,16 +103,16 @@ class Roofline(_Table, frozen=True):
     source: str
     active_params: Positive
     """Parameters used for one token."""
-    attention_layers: Count
-    """Layers in which a token attends to all before it."""
-    query_width: Count
-    """Query heads x their size: each pair of tokens costs 4 x this FLOPs in such a layer (scores, and values)."""
     efficiency: Share
     """Share of peak FLOPs in prefill."""
     bandwidth_efficiency: Share
     """Share of peak bandwidth in decode."""
     step_overhead_ms: Amount
     """Launches and communication of one step."""
+    attention_layers: Whole = 0
+    """Layers in which a token attends to all before it; 0, as of a model of recurrent layers only, where none does."""
+    query_width: Whole = 0
+    """Query heads x their size: each pair of tokens costs 4 x this FLOPs in such a layer (scores, and values)."""
 
 
 class Model(_Table, frozen=True):
@@ -234,7 +235,8 @@ def _fit(rows: tuple[tuple[tuple[float, ...], float], ...]) -> tuple[float, ...]
     b = [sum(row[j] for row in table) for j in range(width)]
     for _ in range(3000):
         for j in range(width):
-            w[j] = max(0.0, (b[j] - sum(a[j][k] * w[k] for k in range(width) if k != j)) / a[j][j])
+            if a[j][j]:  # else no point has it, and its weight stays 0
+                w[j] = max(0.0, (b[j] - sum(a[j][k] * w[k] for k in range(width) if k != j)) / a[j][j])
     return tuple(v / s for v, s in zip(w, size, strict=True))
 
 
