@@ -76,6 +76,14 @@ class TestStore:
         monkeypatch.setattr(store, "code_digest", lambda: b"other")
         assert store.key(TWO, calls, "") != before
 
+    def test_the_code_of_a_result_is_all_of_ours_that_a_simulation_loads(self) -> None:
+        program = "import sys, talaria_replay.sim.store; print(*sys.modules)"
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        loaded = {name for name in done.stdout.split() if name.startswith("talaria_")} - {"talaria_gpu"}
+        assert "talaria_gpu.text" in loaded
+        assert not {name for name in loaded if not f"{name}.".startswith(tuple(f"{code}." for code in store.CODE))}
+
     def test_another_profile_in_the_same_file_is_another_result(self, tmp_path: Path, calls: list[Call]) -> None:
         hardware, model = tmp_path / "hw.toml", tmp_path / "m.toml"
         shipped = Path(profiles.__file__).parents[1] / "profiles"
@@ -149,14 +157,6 @@ class TestCapacity:
         assert found.instances is None
         assert [t.instances for t in found.tried] == [1, 2, 4]
 
-    def test_one_kind_only(self) -> None:
-        with pytest.raises(ScenarioError, match="single kind"):
-            search(msgspec.structs.replace(TWO, groups=TWO.groups * 2), 1.0, lambda _: None, most=2)  # type: ignore[arg-type,return-value]
-
-    def test_all_of_a_file_is_asked_about_unless_less_is_said(
-        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
-    ) -> None:
-        file = tmp_path / "t.jsonl"
     def test_where_nobody_is_answered_there_is_no_cost(
         self, calls: list[Call], capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
@@ -175,6 +175,14 @@ class TestCapacity:
         assert run_simulate(replace(asked, capacity_s=1.0, most_instances=1)) == 1
         assert re.search(r"│ 4 +│ - +│", capsys.readouterr().out)
 
+    def test_one_kind_only(self) -> None:
+        with pytest.raises(ScenarioError, match="single kind"):
+            search(msgspec.structs.replace(TWO, groups=TWO.groups * 2), 1.0, lambda _: None, most=2)  # type: ignore[arg-type,return-value]
+
+    def test_all_of_a_file_is_asked_about_unless_less_is_said(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        file = tmp_path / "t.jsonl"
         trace.write(file, generate("paper", sessions=33, models=SMALL, seed=1, max_calls=2, max_context_tokens=60_000))
         calls = len(trace.read(file))
 

@@ -28,6 +28,7 @@ CODE = (
     "talaria_gpu.staging",
     "talaria_gpu.hkvr",
     "talaria_gpu.engine",
+    "talaria_gpu.text",
     "talaria_router",
     "talaria_telemetry",
     "talaria_instance",
