@@ -20,12 +20,14 @@ def arrived(now: float, state: State, call: Call) -> None:
         state.returns.arrived(now, call.model, call.session)
     if slot is not None and slot.mark is None:  # the first call after a rest, whosever turn it is
         slot.mark = now
-        slot.opened = now if slot.plan is None else slot.opened
+        slot.restart(now, None)
     if slot is not None and call.model == slot.model:
         if not queue and slot.plan is None and state.next_other() is None:
             slot.restart(now, call.rid)
         else:
             slot.late.add(call.rid)
+            if not queue and slot.plan is None and slot.owed is None and not slot.decoded:
+                slot.owed = call.rid  # others came before it, and nobody has decided yet
         if not queue:
             slot.stuck = slot.empty = False
     elif not queue:
@@ -110,7 +112,8 @@ def forget(now: float, state: State, rid: str, *, dropped: bool = False) -> None
             slot.pending_ms = 0.0
     if not state.model_of:
         slot.tick(now)
-        slot.mark = None
+        slot.mark = slot.plan = None
+        state.book.alone()
 
 
 def expire(now: float, state: State) -> list[Effect]:

@@ -163,6 +163,7 @@ class Slot:
         if began:
             share = self.pending_ms / len(began)
             self.invested_ms.update(dict.fromkeys(began, share))
+        if began or not result.half:  # or its call was dropped meanwhile
             self.pending_ms = 0.0
 
     def _decoded(self, result: StepResult, restoring: Container[str]) -> None:

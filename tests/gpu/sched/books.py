@@ -62,7 +62,7 @@ class Slot:
     def __post_init__(self) -> None:
         self.began = self.opened
 
-    def restart(self, now: float, rid: str) -> None:
+    def restart(self, now: float, rid: str | None) -> None:
         """Work comes to an instance that had none: P begins anew."""
         self.opened, self.owed = now, rid
         self.decoded, self.decoded_ms, self.pending_ms = 0, 0.0, 0.0
@@ -93,13 +93,15 @@ class Books:
         toy, slot = self._toy, self._toy.slot
         if slot is None:
             return
-        if slot.idle and slot.plan is None:
-            slot.opened = toy.now
+        if slot.idle:
+            slot.restart(toy.now, None)
         slot.idle = False
         if toy.by_rid[rid].model != slot.model or toy.has_work(slot.model):
             return
         if slot.plan is None and not toy.others_wait():
             slot.restart(toy.now, rid)
+        elif slot.plan is None and slot.owed is None and not slot.decoded:
+            slot.owed = rid
         slot.empty = False
 
     def contest(self) -> None:
@@ -176,6 +178,9 @@ class Books:
         if slot is None:
             return
         slot.idle = not toy.has_work(slot.model) and not toy.others_wait()
+        if slot.idle:
+            slot.plan = slot.others_since = None
+            self.alone()
         if toy.by_rid[rid].model != slot.model:
             return
         slot.ended += 1

@@ -20,6 +20,7 @@ from talaria_gpu.sched.messages import (
     Tick,
     Turn,
 )
+from talaria_gpu.sched.slot import Slot
 from talaria_gpu.sched.slots import SlotScheduler
 
 MODELS = ("a", "b", "c")
@@ -154,6 +155,44 @@ def test_the_clock_of_a_slot_runs_while_any_call_is_here_and_no_longer() -> None
     assert isinstance(over, SlotOver)
     assert over.active_ms == pytest.approx(100), "a2 waits from the slot's beginning"
     assert switch == RunSwitch("a")
+
+
+@pytest.mark.parametrize("first", ["b", "a"])
+def test_what_a_slot_did_before_a_rest_is_no_part_of_what_it_promises(first: str) -> None:
+    """Its iterations, and whom it owes a first token: whichever model's call comes first, before anything is decided."""
+    core = scheduler(active="a", slot_ms=100, suspends=True)
+    arrive(core, 0.0, "a1", "a")
+    core.handle(0.0, Turn())
+    step(core, 0.01, "prefill", {"a1": ""})
+    for n in range(50):
+        step(core, 0.011 + n / 1000, "decode", {"a1": "" if n < 49 else "length"})
+    core.handle(0.061, Turn())
+    for model in (first, "ab".replace(first, "")):
+        arrive(core, 10.0, f"{model}2", model)
+    assert core.handle(10.0, Turn()) == [RunStep("a", frozenset({"a2"}))]
+    slot = core._state.slot
+    assert slot is not None
+    assert slot.plan is not None
+    assert slot.plan.decodes > 0
+    assert (slot.owed, slot.decoded, slot.opened) == ("a2", 0, 10.0)
+    step(core, 10.11, "prefill", {"a2": ""})
+    step(core, 10.12, "decode", {"a2": ""})
+    assert core.handle(10.12, Turn()) == [RunStep("a", frozenset())], "its protected iterations are still to come"
+
+
+def test_a_round_is_over_where_the_last_call_is_dropped() -> None:
+    core = scheduler(active="a", slot_ms=100)
+    arrive(core, 0.0, "a1", "a")
+    arrive(core, 0.0, "b1", "b", deadline=0.05)
+    core.handle(0.0, Turn())
+    step(core, 0.04, "prefill", {"a1": "length"})
+    core.handle(0.05, Tick())
+    arrive(core, 30.0, "b2", "b")
+    over, switch = core.handle(30.0, Turn())
+    assert isinstance(over, SlotOver)
+    assert over.active_ms == pytest.approx(50)
+    assert over.round_ms < 1000, "nobody waited for anybody in the meantime"
+    assert switch == RunSwitch("b")
 
 
 def test_the_deadline_heap_forgets_finished_calls() -> None:
@@ -407,3 +446,12 @@ def step(
     news = [StepTokens(rid=r, token_ids=[1], finished=end) for r, end in ends.items()]  # type: ignore[arg-type]
     result = StepResult(kind=kind, tokens=news, prefilled_tokens=tokens, wall_ms=tokens)
     core.handle(now, Stepped(model, result, list(waiting)))
+
+
+def test_a_prefill_whose_call_was_dropped_meanwhile_is_nobodys() -> None:
+    slot = Slot("a", 0.0, mark=0.0)
+    slot.stepped(4.0, StepResult(kind="prefill", wall_ms=4000.0))
+    assert slot.lost_ms == 0
+    slot.stepped(5.0, StepResult(kind="prefill", wall_ms=1000.0, half="long"))
+    slot.stepped(6.0, StepResult(kind="prefill", wall_ms=1000.0), started=["long"])
+    assert slot.lost_ms == 2000
