@@ -18,7 +18,7 @@ class Work(msgspec.Struct, kw_only=True):
     new_tokens: int = 0
     """Computed by prefills, those of calls that were retracted again."""
     pairs: float = 0.0
-    """Σ new · (cached + new/2), of calls by their first prefill."""
+    """Σ new · (cached + new/2) of calls, whenever their prefill comes to its end."""
     prefill_ms: float = 0.0
     """Without restores."""
     decodes: dict[int, int] = {}

@@ -113,7 +113,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     restored_tokens: int = 0
     """Tokens whose KV came back from host for this step's calls."""
     restore_ms: float = 0.0
-    """What that took of `wall_ms`."""
+    """What that, or waiting for copies, took of `wall_ms`."""
     half: str = ""
     """The call whose prompt is prefilled in part after this step, and goes on in a later one; "" if there is none."""
 

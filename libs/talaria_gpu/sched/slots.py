@@ -234,8 +234,6 @@ class SlotScheduler:
         self._state.reorder()
         slot.plan = self._state.book.slot(now, self._state.with_work(slot.model), self._state.prefixes, self._state.out)
         slot.empty = not self._state.queues[slot.model]
-        if slot.mark is None:
-            slot.opened = slot.mark = now
         length_s = slot.plan.length_ms / 1000
         slot.end = max(now, slot.opened + length_s)
         self._state.book.began = max(slot.opened - slot.switch_ms / 1000, now - length_s)
